@@ -1,0 +1,4 @@
+"""Wallets, windows, plans, scarcity, claims, receipts and the credit ledger.
+
+Knows nothing of sockets' details or tensors. Imports `relay` only.
+"""
