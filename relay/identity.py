@@ -335,7 +335,10 @@ def issue_certificate(
     lifetime_s: int = MAX_CERTIFICATE_LIFETIME_S,
 ) -> Certificate:
     """Certify an operating key with the swarm's root key. Times in Unix seconds."""
-    assert role in ROLES and len(id) == 16 and 0 < lifetime_s <= MAX_CERTIFICATE_LIFETIME_S and serial >= 0
+    assert role in ROLES
+    assert len(id) == 16
+    assert 0 < lifetime_s <= MAX_CERTIFICATE_LIFETIME_S
+    assert serial >= 0
     document = sign_document(
         "certificate",
         {

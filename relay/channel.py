@@ -1,0 +1,144 @@
+"""What a session runs over: an ordered, reliable, bounded link of packets to one peer.
+
+Knows queues, windows and deadlines; not what packets mean, nor how they travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Literal, Protocol
+
+from .errors import KvasirError, Unreachable
+from .frames import cost
+from .identity import PublicKey
+
+Path = Literal["relay", "direct"]
+"""How packets travel: through a relay, or straight to the peer."""
+
+
+class Channel(Protocol):
+    """A link to one peer, for packets of 1 to 65,535 bytes.
+
+    `peer` is who the relay says it is; a session proves it. One task receives at a time. `reserve` and
+    `write` belong together and to one task at a time (a session holds a lock over both).
+    """
+
+    @property
+    def peer(self) -> PublicKey:
+        """The peer's Ed25519 key (32 bytes); empty where only the session will tell."""
+
+    @property
+    def path(self) -> Path:
+        """How packets travel."""
+
+    async def reserve(self, size: int) -> None:
+        """Wait until a packet of `size` bytes may be written; cancelling it changes nothing.
+
+        Raises `Unreachable` at the end of the link, and (code "busy") at its deadline.
+        """
+
+    async def write(self, packet: bytes) -> None:
+        """Write a packet that was reserved. Once called, the packet is on its way, cancelled or not."""
+
+    async def send(self, packet: bytes) -> None:
+        """`reserve` and `write`."""
+
+    async def receive(self) -> bytes:
+        """The next packet. Raises `Unreachable` (the message has the reason) when there are no more."""
+
+    async def close(self, code: str = "closed", message: str = "") -> None:
+        """End the link and tell the peer; again, or after it ended, does nothing."""
+
+
+class Inbox:
+    """Packets that have arrived and wait for their one reader; the writer keeps the bound."""
+
+    __slots__ = ("_end", "_packets", "_waiter")
+
+    def __init__(self) -> None:
+        self._packets: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._end: KvasirError | None = None
+
+    @property
+    def end(self) -> KvasirError | None:
+        """Why no more packets come, once that is so."""
+        return self._end
+
+    def put(self, packet: bytes) -> None:
+        """Add a packet; after `finish` it is dropped."""
+        if self._end is None:
+            self._packets.append(packet)
+            self._wake()
+
+    def finish(self, error: KvasirError) -> None:
+        """No more packets come; those that are here can still be read. The first reason stays."""
+        if self._end is None:
+            self._end = error
+            self._wake()
+
+    async def get(self) -> bytes:
+        """The next packet, waiting for it. Raises `Unreachable` once all are read and no more come."""
+        while not self._packets:
+            if self._end is not None:
+                raise Unreachable(str(self._end), code=self._end.code)
+            assert self._waiter is None, "a channel has one reader"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._packets.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class SendWindow:
+    """How much may still be sent on a circuit; waits for more under a deadline."""
+
+    __slots__ = ("_end", "_left", "_waiter")
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._waiter: asyncio.Future[None] | None = None
+        self._end: KvasirError | None = None
+
+    def add(self, amount: int) -> None:
+        """The peer has consumed `amount` bytes."""
+        self._left += amount
+        self._wake()
+
+    def finish(self, error: KvasirError) -> None:
+        """Nothing more may be sent."""
+        if self._end is None:
+            self._end = error
+            self._wake()
+
+    def take(self, size: int) -> None:
+        """Use up what a packet of `size` bytes costs."""
+        self._left -= cost(size)
+
+    async def wait(self, size: int, timeout: float) -> None:
+        """Return once a packet of `size` bytes fits. Raises `Unreachable` at the end or after `timeout` s."""
+        if self._left >= cost(size) and self._end is None:
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                while self._end is None and self._left < cost(size):
+                    assert self._waiter is None, "a channel has one writer"
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    try:
+                        await self._waiter
+                    finally:
+                        self._waiter = None
+        except TimeoutError:
+            raise Unreachable(f"the peer has not read for {timeout:g} s", code="busy") from None
+        if self._end is not None:
+            raise Unreachable(str(self._end), code=self._end.code)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,255 @@
+"""A secure session over a channel: the asyncio shell of `session.py`.
+
+Who owns what: whoever made the session reads from it in one task, may send from any number of tasks, and
+closes it. Knows nothing of what messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from .channel import Channel, Path
+from .circuit import Outcome
+from .errors import KvasirError, Unreachable
+from .identity import Certificate, ExchangeKey, ExchangePublic, PublicKey, SerialBook
+from .noise import TAG_BYTES
+from .session import GenerationBook, Initiator, Message, RekeyLimits, Responder, SessionCore
+
+REKEY_BYTES: Final = 1 + TAG_BYTES
+"""Size of the packet that announces a new key."""
+
+CLOSE_TIMEOUT_S: Final = 2.0
+"""How long `close` waits for room to say so."""
+
+
+class SecureSession:
+    """An end-to-end encrypted, ordered stream of messages with one peer.
+
+    `certificate` is the backbone's, `generation` this handshake's; `bytes_sent` and `bytes_received` count
+    packets as they are on the link. `outcome` is None until the session ends, then one of
+    `circuit.OUTCOMES`.
+    """
+
+    def __init__(self, channel: Channel, core: SessionCore) -> None:
+        self.channel = channel
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.outcome: Outcome | None = None
+        self._core = core
+        self._sending = asyncio.Lock()
+        self._ready: deque[bytes] = deque()
+        self._end: Unreachable | None = None
+
+    # --- making one ---
+
+    @classmethod
+    async def connect(
+        cls,
+        channel: Channel,
+        *,
+        certificate: Certificate,
+        key: ExchangeKey,
+        device_key: ExchangePublic,
+        root: PublicKey,
+        grant_hash: bytes,
+        generation: int,
+        timeout: float,
+        limits: RekeyLimits | None = None,
+    ) -> SecureSession:
+        """The backbone's side: shake hands and confirm. `key` belongs to `certificate`.
+
+        Raises `Refused` (the device's own no), `Unreachable`, `IdentityError` or `RemoteProtocolError`; the
+        channel is closed then.
+        """
+        initiator = Initiator(
+            certificate=certificate,
+            key=key,
+            device_key=device_key,
+            root=root,
+            grant_hash=grant_hash,
+            generation=generation,
+            ephemeral=ExchangeKey.generate(),
+        )
+        async with _handshake(channel, timeout):
+            await channel.send(initiator.offer())
+            core = initiator.receive_answer(await channel.receive(), time.monotonic(), limits)
+            session = cls(channel, core)
+            await session.send(b"")
+            return session
+
+    @classmethod
+    async def accept(
+        cls,
+        channel: Channel,
+        *,
+        key: ExchangeKey,
+        root: PublicKey,
+        grant_hash: bytes,
+        generations: GenerationBook,
+        serials: SerialBook,
+        now: Callable[[], float] = time.time,
+        timeout: float,
+        limits: RekeyLimits | None = None,
+    ) -> SecureSession:
+        """The device's side: check the offer, answer, and wait for the first packet that decrypts.
+
+        `now` gives Unix seconds. Raises as `connect` does; an unacceptable offer is answered with why. The
+        caller keeps its older session until this returns.
+        """
+        responder = Responder(
+            key=key,
+            root=root,
+            grant_hash=grant_hash,
+            generations=generations,
+            serials=serials,
+            ephemeral=ExchangeKey.generate(),
+        )
+        async with _handshake(channel, timeout):
+            offer = await channel.receive()
+            try:
+                answer, core = responder.receive_offer(
+                    offer, unix_now=now(), now=time.monotonic(), limits=limits
+                )
+            except KvasirError as error:
+                await channel.send(responder.refusal(error))
+                raise
+            await channel.send(answer)
+            session = cls(channel, core)
+            await session._confirm()
+            generations.complete(core.certificate.id, core.generation)
+            return session
+
+    # --- what it is ---
+
+    @property
+    def certificate(self) -> Certificate:
+        """The backbone's certificate: the peer's on a device, one's own on a backbone."""
+        return self._core.certificate
+
+    @property
+    def generation(self) -> int:
+        """This handshake's generation."""
+        return self._core.generation
+
+    @property
+    def binding(self) -> bytes:
+        """The 32-byte handshake hash: equal on both sides of this session and nowhere else."""
+        return self._core.binding
+
+    @property
+    def path(self) -> Path:
+        """How packets travel."""
+        return self.channel.path
+
+    @property
+    def needs_handshake(self) -> bool:
+        """Whether the session is an hour old, so that a new one should take over."""
+        return self._core.needs_handshake(time.monotonic())
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session has ended."""
+        return self._end is not None
+
+    # --- using it ---
+
+    async def send(self, message: Message) -> None:
+        """Send one message (bytes, or parts sent as if joined), whole and in order; callers wait their turn.
+
+        Returns once it is on the link. Cancelled before, it may be given up: the peer then never sees it.
+        Raises `Unreachable` if the session ended or the peer does not read.
+        """
+        async with self._sending:
+            if self._end is not None:
+                raise self._end
+            try:
+                await self._put(self._core.records(message))
+            except Unreachable as error:
+                if error.code != "busy":  # a peer that does not read may read again
+                    self._finish("peer_gone", str(error), error.code)
+                raise
+
+    async def receive(self) -> bytes:
+        """The next message, never empty. Raises `Unreachable` when the session ended, saying why."""
+        while not self._ready:
+            if self._end is not None:
+                raise self._end
+            await self._take()
+        return self._ready.popleft()
+
+    async def close(self, code: str = "closed", message: str = "") -> None:
+        """Say goodbye if there is room within two seconds, and end the session and its channel."""
+        if self._end is None:
+            self._finish(
+                "drained" if code == "draining" else "closed", message or "closed by this side", code
+            )
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S), self._sending:
+                    await self._put(iter((self._core.close_record(code, message),)))
+            except (TimeoutError, KvasirError):
+                pass  # the channel's own close says the same, in clear
+        await self.channel.close(code, message)
+
+    async def _put(self, records: Iterator[bytes]) -> None:
+        core, channel = self._core, self.channel
+        for record in records:
+            if core.rekey_due(time.monotonic()):
+                await channel.reserve(REKEY_BYTES)
+                self.bytes_sent += REKEY_BYTES
+                await channel.write(core.seal_rekey(time.monotonic()))
+            size = len(record) + TAG_BYTES
+            await channel.reserve(size)
+            self.bytes_sent += size
+            await channel.write(core.seal(record))
+
+    async def _take(self) -> None:
+        try:
+            packet = await self.channel.receive()
+        except Unreachable as error:
+            self._finish("peer_gone", str(error), error.code)
+            raise
+        self.bytes_received += len(packet)
+        try:
+            message = self._core.receive(packet, time.monotonic())
+        except KvasirError as error:
+            self._finish("protocol_error", f"the session ended: {error}", error.code)
+            await self.channel.close(error.code, "the session was broken")
+            raise self._end or error from None
+        if self._core.peer_close is not None:
+            code, text = self._core.peer_close
+            outcome: Outcome = "drained" if code == "draining" else "closed"
+            self._finish(outcome, text or "the peer closed the session", code)
+            await self.channel.close(code, text)
+        elif message is not None:
+            self._ready.append(message)
+
+    async def _confirm(self) -> None:
+        while not self._core.confirmed:
+            await self._take()
+
+    def _finish(self, outcome: Outcome, message: str, code: str) -> None:
+        if self._end is None:
+            self.outcome = outcome
+            self._end = Unreachable(message, code=None if code == "closed" else code)
+
+
+@asynccontextmanager
+async def _handshake(channel: Channel, timeout: float) -> AsyncIterator[None]:
+    """A handshake's deadline; the channel is closed if it fails in any way."""
+    try:
+        async with asyncio.timeout(timeout):
+            yield
+    except TimeoutError:
+        await channel.close("unreachable", "the handshake took too long")
+        raise Unreachable(f"no session within {timeout:g} s: the peer did not answer") from None
+    except KvasirError as error:
+        await channel.close(error.code, "the handshake failed")
+        raise
+    except asyncio.CancelledError:
+        await channel.close("unreachable", "the handshake was given up")
+        raise

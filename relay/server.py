@@ -1,0 +1,404 @@
+"""The relay daemon: WebSockets in, the switchboard's instructions out.
+
+Who owns what: aiohttp owns one task a connection, which runs `Relay._serve` to the end; everything else is
+timers of that connection. State is in memory only. The relay sees who talks to whom, when and how much; what
+they say is encrypted end to end, and it holds no key to it.
+
+Routes: `/relay/v1` (WebSocket), `/relay/v1/health` (JSON). `attach` mounts them in any aiohttp application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Final, Protocol
+
+import structlog
+from aiohttp import WSMsgType, web
+
+from .circuit import Admission, CircuitRecord, Drop, Instruction, Outcome, Peer, Send, Switchboard
+from .config import RelayConfig
+from .connection import Connection
+from .errors import IdentityError, KvasirError, Refused, RemoteProtocolError
+from .frames import HEADER, MAX_FRAME, MAX_PACKET, FrameType, decode, decode_u32, decode_u64, encode
+from .identity import Certificate, PublicKey, SignedDocument, SigningKey, address_of
+from .messages import Auth, Close, Hello, Open, Renewal, Welcome
+from .tickets import Ticket, check_auth, open_ticket, welcome_message
+
+_DATA: Final = int(FrameType.DATA)
+
+log = structlog.get_logger("relay")
+
+
+class MarketView(Protocol):
+    """What a relay needs to know of its market."""
+
+    def keys(self) -> Iterable[PublicKey]:
+        """The market operating keys whose tickets count now."""
+
+    def reachable(self) -> bool:
+        """Whether the market answers; while it does not, expired tickets count an hour longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedMarket:
+    """A market in the same process: `current` gives its operating keys."""
+
+    current: Callable[[], Iterable[PublicKey]]
+
+    def keys(self) -> Iterable[PublicKey]:
+        """See `MarketView.keys`."""
+        return self.current()
+
+    def reachable(self) -> bool:
+        """Always."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Meters:
+    """What a relay has done and is doing."""
+
+    peers: int
+    devices: int
+    backbones: int
+    circuits: tuple[CircuitRecord, ...]
+    circuits_opened: int
+    outcomes: dict[str, int]
+    bytes_forwarded: int
+    refusals: dict[str, int]
+    draining: bool
+
+
+class Relay:
+    """One relay. `certificate` and `key` may be replaced while it runs (`renew`)."""
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        *,
+        certificate: Certificate,
+        key: SigningKey,
+        market: MarketView,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self.draining = False
+        self._market = market
+        self._clock = clock
+        self._rng = rng or random.SystemRandom()
+        self._admission = Admission(config.rules)
+        self._board = Switchboard(config.rules)
+        self._connections: dict[int, Connection] = {}  # by peer number
+        self._everyone: set[Connection] = set()  # those that have not proved themselves, too
+        self._refusals: Counter[str] = Counter()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.renew(certificate, key)
+
+    def renew(self, certificate: Certificate, key: SigningKey) -> None:
+        """Serve under a newer certificate. Raises `IdentityError` if it is not this key's, or no relay's."""
+        if certificate.ed25519 != key.public or certificate.role != "relay":
+            raise IdentityError("the certificate is not one of this relay's key: certify the relay again")
+        self.certificate, self._key = certificate, key
+
+    @property
+    def public_key(self) -> PublicKey:
+        """The relay's Ed25519 key, as tickets name it."""
+        return self._key.public
+
+    @property
+    def meters(self) -> Meters:
+        """Live circuits and totals."""
+        peers = self._board.peers
+        devices = sum(peer.role == "device" for peer in peers)
+        return Meters(
+            peers=len(peers),
+            devices=devices,
+            backbones=len(peers) - devices,
+            circuits=tuple(self._board.live(time.monotonic())),
+            circuits_opened=self._board.opened,
+            outcomes=dict(self._board.outcomes),
+            bytes_forwarded=self._board.bytes_forwarded,
+            refusals=dict(self._refusals),
+            draining=self.draining,
+        )
+
+    # --- mounting ---
+
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        """The relay's routes."""
+        return [
+            web.get("/relay/v1", self._handle, allow_head=False),
+            web.get("/relay/v1/health", self._health),
+        ]
+
+    def attach(self, app: web.Application) -> None:
+        """Mount the relay in `app`, to be drained when it shuts down."""
+        app.router.add_routes(self.routes)
+
+        async def drain(_: web.Application) -> None:
+            await self.drain()
+
+        app.on_shutdown.append(drain)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        meters = self.meters
+        body = {
+            "status": "draining" if self.draining else "ok",
+            "relay": address_of(self.public_key),
+            "peers": meters.peers,
+            "circuits": len(meters.circuits),
+            "market_reachable": self._market.reachable(),
+            "certificate_expires_at": self.certificate.expires_at,
+        }
+        return web.json_response(body, status=503 if self.draining else 200)
+
+    async def drain(self) -> None:
+        """Take nothing new, tell every peer when to come back, give circuits time to end, close all."""
+        if self.draining:
+            return
+        self.draining = True
+        log.info("relay.draining", peers=len(self._connections), circuits=len(self._board.circuits))
+        for connection in list(self._connections.values()):
+            connection.go_away("the relay is going away in order", self.config.retry_after_s)
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                if self._board.circuits:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            pass
+        for peer in self._board.peers:
+            connection = self._connections[peer.number]
+            self._leave(peer, "drained")
+            connection.close("drained")
+        for connection in list(self._everyone):
+            connection.close("drained")
+
+    # --- one connection ---
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        address = request.remote or "unknown"
+        try:
+            if self.draining:
+                raise Refused("draining", "the relay is going away", retry_after_s=self.config.retry_after_s)
+            self._admission.enter(address)
+        except Refused as error:
+            self._refusals[error.code] += 1
+            return _refusal(error)
+        try:
+            socket = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=2.0)
+            await socket.prepare(request)
+            transport = request.transport
+            if transport is None:
+                return socket
+            await self._serve(Connection(socket, transport, address, self.config))
+            return socket
+        finally:
+            self._admission.leave(address)
+
+    async def _serve(self, connection: Connection) -> None:
+        """The one boundary of a peer: whatever goes wrong in here ends this connection alone."""
+        peer: Peer | None = None
+        outcome: Outcome = "peer_gone"
+        try:
+            self._everyone.add(connection)
+            peer = await self._welcome(connection)
+            await self._read(peer, connection)
+            if connection.socket.close_code in (1000, 1001):
+                outcome = "closed"
+        except KvasirError as error:
+            outcome = "protocol_error"
+            self._refuse(connection, error)
+        except (ConnectionError, TimeoutError):
+            outcome = "peer_gone"
+        except Exception:
+            outcome = "protocol_error"
+            log.exception("peer.crashed", address=connection.address)
+            connection.refuse("internal", "an internal error of the relay", None, "protocol_error")
+        finally:
+            if connection.outcome in ("timeout", "drained", "duplicate"):
+                outcome = connection.outcome  # type: ignore[assignment]  # narrowed by the test above
+            connection.stop_timers()
+            self._everyone.discard(connection)
+            if peer is not None:
+                self._leave(peer, "peer_gone" if outcome == "closed" else outcome)
+                log.info(
+                    "peer.disconnected",
+                    peer=address_of(peer.key),
+                    role=peer.role,
+                    address=peer.address,
+                    outcome=outcome,
+                )
+
+    def _refuse(self, connection: Connection, error: KvasirError) -> None:
+        self._refusals[error.code] += 1
+        retry_after_s = error.retry_after_s if isinstance(error, Refused) else None
+        log.info("peer.refused", address=connection.address, code=error.code, reason=str(error))
+        connection.refuse(error.code, str(error), retry_after_s, "protocol_error")
+
+    async def _welcome(self, connection: Connection) -> Peer:
+        """HELLO, AUTH, WELCOME. Raises `KvasirError` with the reason to refuse."""
+        nonce = secrets.token_bytes(32)
+        connection.write(encode(FrameType.HELLO, 0, Hello(self.certificate.document, nonce).to_bytes()))
+        try:
+            async with asyncio.timeout(self.config.auth_timeout_s):
+                message = await connection.socket.receive()
+        except TimeoutError:
+            raise Refused("expired", "no AUTH in time") from None
+        if message.type is not WSMsgType.BINARY:
+            raise RemoteProtocolError("expected an AUTH frame")
+        kind, _, payload = decode(message.data)
+        if kind is not FrameType.AUTH:
+            raise RemoteProtocolError(f"expected AUTH, got {kind.name}")
+        auth = Auth.from_bytes(payload)
+        ticket = self._check_ticket(auth.ticket)
+        check_auth(
+            ticket,
+            nonce=nonce,
+            relay_key=self.public_key,
+            generation=auth.generation,
+            signature=auth.signature,
+        )
+        return self._join(connection, ticket, welcome_message(nonce, auth.signature))
+
+    def _check_ticket(self, document: SignedDocument) -> Ticket:
+        if document.signer not in set(self._market.keys()):
+            raise IdentityError("the ticket is not signed by this swarm's market: get a new one")
+        return open_ticket(
+            document,
+            market_key=document.signer,
+            relay_key=self.public_key,
+            now=self._clock(),
+            grace_s=self._grace(),
+        )
+
+    def _grace(self) -> float:
+        return 0.0 if self._market.reachable() else self.config.ticket_grace_s
+
+    def _join(self, connection: Connection, ticket: Ticket, to_sign: bytes) -> Peer:
+        peer, instructions = self._board.join(
+            ticket.subject, ticket.role, ticket.start_generation, connection.address, time.monotonic()
+        )
+        self._carry_out(instructions)
+        config = self.config
+        if peer.role == "backbone":
+            connection.bound = config.backbone_outstanding_bytes
+        welcome = Welcome(
+            ping_s=config.ping_s,
+            window_bytes=config.window_bytes,
+            max_frame=MAX_FRAME,
+            peer_limit=config.rules.circuits(peer.role),
+            proof=self._key.sign(to_sign),
+        )
+        connection.write(encode(FrameType.WELCOME, 0, welcome.to_bytes()))
+        connection.ticket_expires_at = ticket.expires_at
+        self._connections[peer.number] = connection
+        low, high = config.ping_jitter_s
+        connection.start_pings(
+            lambda: config.ping_s + self._rng.uniform(low, high), lambda: self._check_expiry(peer, connection)
+        )
+        log.info("peer.connected", peer=address_of(peer.key), role=peer.role, address=peer.address)
+        return peer
+
+    def _check_expiry(self, peer: Peer, connection: Connection) -> None:
+        if self._clock() > connection.ticket_expires_at + self._grace():
+            self._refusals["expired"] += 1
+            self._leave(peer, "protocol_error")
+            connection.refuse("expired", "the ticket was not renewed: get a new one", None, "protocol_error")
+
+    async def _read(self, peer: Peer, connection: Connection) -> None:
+        receive = connection.socket.receive
+        forward = self._board.forward
+        connections = self._connections
+        binary = WSMsgType.BINARY
+        while True:
+            message = await receive()
+            if connection.outcome is not None:
+                return
+            if message.type is not binary:
+                if message.type is WSMsgType.TEXT:
+                    raise RemoteProtocolError("frames are binary messages")
+                if message.type is WSMsgType.ERROR and isinstance(message.data, ValueError):
+                    raise RemoteProtocolError(f"a malformed WebSocket message: {message.data}")
+                return
+            frame: bytes = message.data
+            size = len(frame) - HEADER.size
+            if 0 < size <= MAX_PACKET and frame[0] == _DATA:
+                leg = forward(peer, int.from_bytes(frame[1:5], "big"), size)
+                if leg is None:
+                    continue
+                if leg.other.credit < 0 or not connections[leg.peer.number].forward(leg.id, frame):
+                    self._carry_out(self._board.busy(leg, size, time.monotonic()))
+                continue
+            self._control(peer, connection, frame)
+
+    def _control(self, peer: Peer, connection: Connection, frame: bytes) -> None:
+        kind, id, payload = decode(frame)
+        now = time.monotonic()
+        if kind is FrameType.CREDIT:
+            self._carry_out(self._board.credit(peer, id, decode_u32(payload)))
+        elif kind is FrameType.OPEN:
+            self._open(peer, id, Open.from_bytes(payload), now)
+        elif kind is FrameType.CLOSE:
+            self._carry_out(self._board.close(peer, id, Close.from_bytes(payload), now))
+        elif kind is FrameType.PING:
+            decode_u64(payload)
+            connection.write(encode(FrameType.PONG, 0, payload))
+        elif kind is FrameType.PONG:
+            connection.pong(decode_u64(payload))
+        elif kind is FrameType.TICKET:
+            self._renew_ticket(peer, connection, Renewal.from_bytes(payload).ticket)
+        else:
+            raise RemoteProtocolError(f"a {peer.role} does not send {kind.name}")
+
+    def _open(self, peer: Peer, id: int, wanted: Open, now: float) -> None:
+        if self.draining:
+            close = Close("draining", "the relay is going away", "refused")
+            self._carry_out([Send(peer, encode(FrameType.CLOSE, id, close.to_bytes()))])
+            return
+        self._carry_out(self._board.open(peer, id, wanted.to, now))
+
+    def _renew_ticket(self, peer: Peer, connection: Connection, document: SignedDocument) -> None:
+        ticket = self._check_ticket(document)
+        if (ticket.subject, ticket.role, ticket.start_generation) != (peer.key, peer.role, peer.generation):
+            raise IdentityError("the new ticket is not for this peer")
+        connection.ticket_expires_at = max(connection.ticket_expires_at, ticket.expires_at)
+
+    # --- instructions ---
+
+    def _leave(self, peer: Peer, outcome: Outcome) -> None:
+        self._carry_out(self._board.leave(peer, outcome, time.monotonic()))
+        self._connections.pop(peer.number, None)
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                connection = self._connections.get(instruction.peer.number)
+                if connection is not None:
+                    connection.write(instruction.frame)
+            elif isinstance(instruction, Drop):
+                dropped = self._connections.pop(instruction.peer.number, None)
+                if dropped is not None:
+                    dropped.refuse(instruction.code, instruction.message, None, "duplicate")
+            else:
+                log.info("circuit.closed", **asdict(instruction.record))
+        if not self._board.circuits:
+            self._idle.set()
+
+
+def _refusal(error: Refused) -> web.Response:
+    """A refusal before the WebSocket exists."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    body = {"error": {"code": error.code, "message": error.message, "retry_after_s": error.retry_after_s}}
+    return web.json_response(body, status=429 if error.code == "quota" else 503, headers=headers)

@@ -1,0 +1,576 @@
+"""Dialling: one authenticated connection to a relay, and the circuits it carries.
+
+Theory of operation. `RelayClient.run` keeps one WebSocket to one relay and reads it; each circuit is a
+`RelayChannel` with an inbox that the reader fills and never waits for, because the credit window bounds it.
+A backbone opens circuits; a device is given each incoming one in a task of its own. When the connection is
+lost every channel ends and the client dials again, with full jitter.
+
+`SecureSession` (from `secure.py`) runs over a channel. Knows nothing of what packets mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+import structlog
+
+from .channel import Channel, Inbox, Path, SendWindow
+from .errors import ConfigError, IdentityError, KvasirError, Refused, RemoteProtocolError, Unreachable
+from .frames import HEADER, MAX_FRAME, FrameType, cost, decode, decode_u32, decode_u64, encode, encode_u32
+from .identity import PublicKey, SignedDocument, SigningKey, address_of, open_certificate, verify
+from .messages import Auth, Close, GoAway, Hello, Incoming, Open, RefusedMessage, Renewal, Welcome
+from .secure import SecureSession
+from .tickets import PeerRole, auth_message, read_ticket, welcome_message
+
+__all__ = [
+    "Channel",
+    "RelayChannel",
+    "RelayClient",
+    "SecureSession",
+    "TransportConfig",
+    "reconnect_delay",
+    "relay_endpoint",
+]
+
+RELAY_PATH: Final = "/relay/v1"
+_FATAL: Final = frozenset({"duplicate", "version", "wrong_swarm"})
+_DATA: Final = int(FrameType.DATA)
+_LOST: Final = (aiohttp.ClientError, OSError, TimeoutError)
+
+log = structlog.get_logger("relay")
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """How a client behaves on its connection to a relay. All times in seconds."""
+
+    connect_timeout_s: float = 10.0  # dialling and proving who we are
+    send_timeout_s: float = 10.0  # waiting for a peer that does not read
+    pong_timeout_s: float = 5.0  # waiting for the relay's answer to a ping
+    ping_s: float | None = None  # pause between pings; None: as the relay asks
+    max_backoff_s: float = 16.0  # the longest pause before dialling again
+    vanished_spread_s: float = 8.0  # the first pause after a connected relay vanished
+    max_circuits: int = 256  # incoming circuits served at once
+
+    def __post_init__(self) -> None:
+        for name in (
+            "connect_timeout_s",
+            "send_timeout_s",
+            "pong_timeout_s",
+            "max_backoff_s",
+            "max_circuits",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above zero")
+        if self.vanished_spread_s < 0 or (self.ping_s is not None and self.ping_s <= 0):
+            raise ConfigError("vanished_spread_s and ping_s must not be negative")
+
+
+def relay_endpoint(url: str) -> str:
+    """The WebSocket address of the relay at `url`, which may be http(s) or ws(s), with or without its path.
+
+    Raises `ConfigError`.
+    """
+    parts = urlsplit(url)
+    scheme = {"http": "http", "ws": "http", "https": "https", "wss": "https"}.get(parts.scheme)
+    if scheme is None or not parts.hostname:
+        raise ConfigError(f"{url!r} is not a relay's address: it looks like http://HOST:PORT")
+    path = parts.path.rstrip("/")
+    return urlunsplit(
+        (scheme, parts.netloc, path if path.endswith(RELAY_PATH) else path + RELAY_PATH, "", "")
+    )
+
+
+def reconnect_delay(
+    attempt: int, *, vanished: bool, retry_after_s: float | None, config: TransportConfig, rng: random.Random
+) -> float:
+    """Seconds before dial number `attempt` (from 0) since the last connection: full jitter.
+
+    `vanished`: a connected relay went away without a word, so thousands may dial at once.
+    """
+    if retry_after_s is not None:
+        return retry_after_s + rng.uniform(0.0, config.vanished_spread_s)
+    if attempt == 0:
+        return rng.uniform(0.0, config.vanished_spread_s) if vanished else 0.0
+    return rng.uniform(0.0, min(config.max_backoff_s, 0.5 * 2.0 ** min(attempt, 16)))
+
+
+class RelayChannel:
+    """One circuit through a relay; a `Channel`."""
+
+    path: Path = "relay"
+
+    def __init__(self, link: _Link, id: int, peer: PublicKey) -> None:
+        self.peer = peer
+        self.id = id
+        self._link = link
+        self._inbox = Inbox()
+        self._window = SendWindow(link.window_bytes)
+        self._granted = link.window_bytes  # what the peer may still send
+        self._consumed = 0  # read here, not granted anew yet
+        self._threshold = link.window_bytes // 4
+
+    async def reserve(self, size: int) -> None:
+        """See `Channel.reserve`."""
+        await self._window.wait(size, self._link.config.send_timeout_s)
+
+    async def write(self, packet: bytes) -> None:
+        """See `Channel.write`."""
+        self._window.take(len(packet))
+        await self._link.write(HEADER.pack(_DATA, self.id) + packet)
+
+    async def send(self, packet: bytes) -> None:
+        """See `Channel.send`."""
+        await self.reserve(len(packet))
+        await self.write(packet)
+
+    async def receive(self) -> bytes:
+        """See `Channel.receive`."""
+        if self._consumed >= self._threshold and self._inbox.end is None:
+            amount, self._consumed = self._consumed, 0
+            self._granted += amount
+            await self._link.write(encode(FrameType.CREDIT, self.id, encode_u32(amount)))
+        packet = await self._inbox.get()
+        self._consumed += cost(len(packet))
+        return packet
+
+    async def close(self, code: str = "closed", message: str = "") -> None:
+        """See `Channel.close`."""
+        if self._inbox.end is not None:
+            return
+        self.ended(Unreachable(message or "closed by this side", code=None if code == "closed" else code))
+        self._link.forget(self.id)
+        outcome = {"closed": "closed", "draining": "drained"}.get(code, "refused")
+        try:
+            await self._link.write(encode(FrameType.CLOSE, self.id, Close(code, message, outcome).to_bytes()))
+        except Unreachable:
+            return
+
+    def arrived(self, packet: bytes) -> bool:
+        """The link has read a packet for this channel; False if its sender went over the window."""
+        self._granted -= cost(len(packet))
+        if self._granted < 0:
+            return False
+        self._inbox.put(packet)
+        return True
+
+    def credited(self, amount: int) -> None:
+        """The peer consumed `amount` bytes."""
+        self._window.add(amount)
+
+    def ended(self, error: KvasirError) -> None:
+        """No more either way, because of `error`; what has arrived can still be read."""
+        self._inbox.finish(error)
+        self._window.finish(error)
+
+
+class _Link:
+    """One connection that is up: its socket, its rules and its channels."""
+
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        welcome: Welcome,
+        key: PublicKey,
+        ticket: SignedDocument,
+        config: TransportConfig,
+    ) -> None:
+        self.socket = socket
+        self.welcome = welcome
+        self.key = key
+        self.ticket = ticket
+        self.config = config
+        self.window_bytes = welcome.window_bytes
+        self.channels: dict[int, RelayChannel] = {}
+        self.opening: dict[int, asyncio.Future[None]] = {}
+        self.goaway: GoAway | None = None
+        self.pong: asyncio.Event = asyncio.Event()
+        self.ping_id = 0
+        self._next_id = 1
+
+    async def write(self, frame: bytes) -> None:
+        """Put a frame on the socket; it is written before the first pause. Raises `Unreachable`."""
+        try:
+            await self.socket.send_bytes(frame)
+        except _LOST as error:
+            raise Unreachable(f"the connection to the relay is gone: {error}") from None
+
+    def take_id(self) -> int:
+        """The next odd circuit id."""
+        id, self._next_id = self._next_id, self._next_id + 2
+        return id
+
+    def forget(self, id: int) -> None:
+        """A channel ended here; frames still on their way to it are dropped."""
+        self.channels.pop(id, None)
+
+    def lost(self, error: KvasirError) -> None:
+        """The connection ended: so do all channels."""
+        channels, self.channels = self.channels, {}
+        for channel in channels.values():
+            channel.ended(error)
+        for waiting in self.opening.values():
+            if not waiting.done():
+                waiting.set_exception(Unreachable(str(error)))
+
+
+class RelayClient:
+    """One authenticated connection to one relay, kept up for as long as `run` runs.
+
+    `ticket` fetches a ticket for this relay from the market; it may raise any `KvasirError`, and is asked
+    again. `on_circuit` (devices) serves one incoming channel and may raise; it runs in a task of its own.
+    `root` is the pinned swarm root that must have certified the relay.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: SigningKey,
+        *,
+        role: PeerRole,
+        root: PublicKey,
+        ticket: Callable[[], Awaitable[SignedDocument]],
+        start_generation: int,
+        on_circuit: Callable[[Channel], Awaitable[None]] | None = None,
+        config: TransportConfig | None = None,
+        http: aiohttp.ClientSession,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.url = relay_endpoint(url)
+        self.relay_key: PublicKey | None = None
+        self.rtt_s: float | None = None
+        self._key, self._role, self._root = key, role, root
+        self._ticket, self._start_generation = ticket, start_generation
+        self._on_circuit = on_circuit
+        self._config = config or TransportConfig()
+        self._http, self._clock = http, clock
+        self._rng = rng or random.SystemRandom()
+        self._link: _Link | None = None
+        self._up = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._serving = 0
+        self._last_error: KvasirError | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the relay has welcomed this client and the connection stands."""
+        return self._link is not None
+
+    @property
+    def circuits(self) -> int:
+        """How many circuits are open on this connection."""
+        return len(self._link.channels) if self._link else 0
+
+    async def wait_connected(self, timeout: float) -> None:
+        """Return once connected. Raises `Unreachable` after `timeout` seconds, with the last reason."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._up.wait()
+        except TimeoutError:
+            why = f": {self._last_error}" if self._last_error else ""
+            raise Unreachable(f"no connection to the relay {self.url} within {timeout:g} s{why}") from None
+
+    async def run(self) -> None:
+        """Stay connected until cancelled.
+
+        Raises `Refused` if dialling again cannot help: "duplicate" (another daemon runs with this key),
+        "version" or "wrong_swarm".
+        """
+        fatal: Refused | IdentityError | None = None
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            fatal = await self._stay_connected()
+        if fatal is not None:
+            raise fatal
+
+    async def open(self, device: PublicKey, *, timeout: float) -> Channel:
+        """A circuit to `device` (backbones only).
+
+        Raises `Unreachable` (not connected, no such device here, no answer within `timeout` seconds) or
+        `Refused` (quota and the like).
+        """
+        link = self._link
+        if link is None or link.goaway is not None:
+            raise Unreachable(f"the relay {self.url} is not connected")
+        id = link.take_id()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        link.opening[id] = answer
+        channel = RelayChannel(link, id, device)
+        link.channels[id] = channel
+        try:
+            async with asyncio.timeout(timeout):
+                await link.write(encode(FrameType.OPEN, id, Open(device).to_bytes()))
+                await answer
+        except TimeoutError:
+            await channel.close("unreachable", "the circuit was not opened in time")
+            raise Unreachable(f"the relay did not open a circuit within {timeout:g} s") from None
+        except asyncio.CancelledError:
+            await channel.close("unreachable", "the circuit was given up")
+            raise
+        except KvasirError:
+            link.forget(id)
+            raise
+        finally:
+            link.opening.pop(id, None)
+        return channel
+
+    # --- the connection ---
+
+    async def _stay_connected(self) -> Refused | IdentityError | None:
+        attempt, vanished, retry_after = 0, False, None
+        while True:
+            delay = reconnect_delay(
+                attempt, vanished=vanished, retry_after_s=retry_after, config=self._config, rng=self._rng
+            )
+            if delay:
+                await asyncio.sleep(delay)
+            attempt, vanished, retry_after = attempt + 1, False, None
+            try:
+                link = await self._dial()
+            except KvasirError as error:
+                self._note(error, attempt)
+                if error.code in _FATAL and isinstance(error, Refused | IdentityError):
+                    return error
+                retry_after = getattr(error, "retry_after_s", None)
+                continue
+            try:
+                await self._serve(link)
+            except KvasirError as error:
+                self._note(error, 0)
+                if error.code in _FATAL and isinstance(error, Refused):
+                    return error
+                retry_after = getattr(error, "retry_after_s", None)
+            attempt, vanished = 0, True
+            if link.goaway is not None:
+                retry_after = link.goaway.retry_after_s
+
+    def _note(self, error: KvasirError, attempt: int) -> None:
+        self._last_error = error
+        log.warning("relay.unreachable", relay=self.url, code=error.code, reason=str(error), attempt=attempt)
+
+    async def _dial(self) -> _Link:
+        """Connect and prove who we are. Raises `KvasirError`."""
+        timeout = self._config.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                ticket = await self._ticket()
+                socket = await self._http.ws_connect(
+                    self.url,
+                    max_msg_size=MAX_FRAME,
+                    compress=0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
+                )
+                try:
+                    return await self._authenticate(socket, ticket)
+                except BaseException:
+                    await socket.close()
+                    raise
+        except TimeoutError:
+            raise Unreachable(f"the relay {self.url} did not answer within {timeout:g} s") from None
+        except aiohttp.WSServerHandshakeError as error:
+            raise _http_refusal(self.url, error) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"cannot reach the relay {self.url}: {error}") from None
+
+    async def _authenticate(self, socket: aiohttp.ClientWebSocketResponse, ticket: SignedDocument) -> _Link:
+        hello = Hello.from_bytes(await _expect(socket, FrameType.HELLO))
+        now = self._clock()
+        relay = open_certificate(hello.certificate, swarm=self._root, now=now, role="relay")
+        if read_ticket(ticket).relay != relay.ed25519:
+            raise IdentityError(f"the relay at {self.url} is {address_of(relay.ed25519)}, not the ticket's")
+        signature = self._key.sign(auth_message(hello.nonce, relay.ed25519, ticket))
+        auth = Auth(ticket, self._start_generation, signature)
+        await socket.send_bytes(encode(FrameType.AUTH, 0, auth.to_bytes()))
+        welcome = Welcome.from_bytes(await _expect(socket, FrameType.WELCOME))
+        verify(relay.ed25519, welcome.proof, welcome_message(hello.nonce, signature))
+        return _Link(socket, welcome, relay.ed25519, ticket, self._config)
+
+    async def _serve(self, link: _Link) -> None:
+        """Read the connection to its end. Raises `KvasirError` with the reason if there was one."""
+        self._link, self.relay_key = link, link.key
+        self._up.set()
+        log.info("relay.connected", relay=self.url, role=self._role)
+        assert self._tasks is not None
+        keeper = self._tasks.create_task(self._keep(link))
+        reason: KvasirError = Unreachable("the connection to the relay was lost")
+        try:
+            await self._read(link)
+        except KvasirError as error:
+            reason = error
+            raise
+        finally:
+            self._link = None
+            self._up.clear()
+            self.rtt_s = None
+            link.lost(reason if isinstance(reason, Unreachable) else Unreachable(str(reason)))
+            keeper.cancel()
+            await link.socket.close()
+            log.info("relay.disconnected", relay=self.url, reason=str(reason), code=reason.code)
+
+    async def _read(self, link: _Link) -> None:
+        receive = link.socket.receive
+        channels = link.channels
+        binary = aiohttp.WSMsgType.BINARY
+        while True:
+            message = await receive()
+            if message.type is not binary:
+                if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.ERROR):
+                    raise RemoteProtocolError(f"the relay sent no frame: {message.data}")
+                return
+            frame: bytes = message.data
+            if len(frame) > HEADER.size and frame[0] == _DATA:
+                channel = channels.get(int.from_bytes(frame[1:5], "big"))
+                if channel is not None and not channel.arrived(frame[5:]):
+                    raise RemoteProtocolError("the relay sent more than the circuit's window")
+                continue
+            await self._control(link, frame)
+
+    async def _control(self, link: _Link, frame: bytes) -> None:
+        kind, id, payload = decode(frame)
+        if kind is FrameType.CREDIT:
+            if id in link.channels:
+                link.channels[id].credited(decode_u32(payload))
+        elif kind is FrameType.PING:
+            await link.write(encode(FrameType.PONG, 0, payload))
+        elif kind is FrameType.PONG:
+            if decode_u64(payload) == link.ping_id:
+                link.pong.set()
+        elif kind is FrameType.OPENED:
+            waiting = link.opening.get(id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        elif kind is FrameType.INCOMING:
+            await self._incoming(link, id, Incoming.from_bytes(payload))
+        elif kind is FrameType.CLOSE:
+            self._closed(link, id, Close.from_bytes(payload))
+        elif kind is FrameType.BUSY:
+            self._closed(link, id, Close("busy", "the circuit's window or the peer's bound is full", "busy"))
+        elif kind is FrameType.GOAWAY:
+            link.goaway = GoAway.from_bytes(payload)
+            log.info("relay.draining", relay=self.url, reason=link.goaway.reason)
+        elif kind is FrameType.REFUSED:
+            refused = RefusedMessage.from_bytes(payload)
+            raise Refused(refused.code, refused.message, retry_after_s=refused.retry_after_s)
+        else:
+            raise RemoteProtocolError(f"a relay does not send {kind.name}")
+
+    async def _incoming(self, link: _Link, id: int, incoming: Incoming) -> None:
+        channel = RelayChannel(link, id, incoming.source)
+        if id in link.channels:
+            raise RemoteProtocolError(f"circuit {id} is open already")
+        if self._on_circuit is None or self._tasks is None:
+            await channel.close("forbidden", "this peer takes no circuits")
+        elif self._serving >= self._config.max_circuits:
+            await channel.close("quota", "this peer serves all the circuits it can")
+        else:
+            link.channels[id] = channel
+            self._serving += 1
+            self._tasks.create_task(self._serve_circuit(channel, self._on_circuit))
+
+    async def _serve_circuit(
+        self, channel: RelayChannel, serve: Callable[[Channel], Awaitable[None]]
+    ) -> None:
+        """The one boundary of a circuit: whatever its handler raises ends this circuit alone."""
+        code, message = "closed", ""
+        try:
+            await serve(channel)
+        except (KvasirError, OSError) as error:
+            code = error.code if isinstance(error, KvasirError) else "internal"
+            message = str(error)
+            log.info(
+                "circuit.failed", relay=self.url, peer=address_of(channel.peer), code=code, reason=message
+            )
+        except Exception:
+            code, message = "internal", "an internal error"
+            log.exception("circuit.crashed", relay=self.url, peer=address_of(channel.peer))
+        finally:
+            self._serving -= 1
+            await channel.close(code, message)
+
+    def _closed(self, link: _Link, id: int, close: Close) -> None:
+        text = close.message or f"the circuit ended ({close.outcome})"
+        code = None if close.code == "closed" else close.code
+        waiting = link.opening.get(id)
+        if waiting is not None and not waiting.done():
+            unreachable = close.code in ("unreachable", "draining", "duplicate")
+            waiting.set_exception(Unreachable(text, code=code) if unreachable else Refused(close.code, text))
+        channel = link.channels.pop(id, None)
+        if channel is not None:
+            channel.ended(Unreachable(text, code=code))
+
+    async def _keep(self, link: _Link) -> None:
+        """Ping, and renew the ticket before it expires; end the connection when the relay is silent."""
+        pause = self._config.ping_s or link.welcome.ping_s
+        renew_at = time.monotonic() + self._until_renewal(link.ticket)
+        while True:
+            if not await self._ping(link):
+                log.warning("relay.silent", relay=self.url)
+                await link.socket.close()
+                return
+            if time.monotonic() >= renew_at:
+                renew_at = time.monotonic() + await self._renew(link)
+            await asyncio.sleep(min(pause, max(0.05, renew_at - time.monotonic())))
+
+    async def _ping(self, link: _Link) -> bool:
+        link.ping_id += 1
+        link.pong.clear()
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._config.pong_timeout_s):
+                await link.write(encode(FrameType.PING, 0, link.ping_id.to_bytes(8, "big")))
+                await link.pong.wait()
+        except (TimeoutError, Unreachable):
+            return False
+        self.rtt_s = time.monotonic() - started
+        return True
+
+    async def _renew(self, link: _Link) -> float:
+        """Send a new ticket; the seconds until the next one is due."""
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                ticket = await self._ticket()
+                await link.write(encode(FrameType.TICKET, 0, Renewal(ticket).to_bytes()))
+        except (TimeoutError, KvasirError) as error:
+            log.warning("ticket.unavailable", relay=self.url, reason=str(error))
+            return 5.0
+        return self._until_renewal(ticket)
+
+    def _until_renewal(self, ticket: SignedDocument) -> float:
+        """Half of what is left of a ticket, within bounds that a wrong clock cannot stretch. Seconds."""
+        return min(60.0, max(10.0, (read_ticket(ticket).expires_at - self._clock()) / 2))
+
+
+async def _expect(socket: aiohttp.ClientWebSocketResponse, wanted: FrameType) -> memoryview:
+    """The payload of the next frame, which must be `wanted`. Raises the relay's refusal, or what is wrong."""
+    message = await socket.receive()
+    if message.type is not aiohttp.WSMsgType.BINARY:
+        raise Unreachable("the relay closed the connection before it was set up")
+    kind, _, payload = decode(message.data)
+    if kind is FrameType.REFUSED:
+        refused = RefusedMessage.from_bytes(payload)
+        raise Refused(refused.code, refused.message, retry_after_s=refused.retry_after_s)
+    if kind is not wanted:
+        raise RemoteProtocolError(f"expected {wanted.name} from the relay, got {kind.name}")
+    return payload
+
+
+def _http_refusal(url: str, error: aiohttp.WSServerHandshakeError) -> KvasirError:
+    """What an HTTP status in place of a WebSocket means."""
+    headers: Any = error.headers or {}
+    after = headers.get("Retry-After", "")
+    retry_after = min(3600.0, float(after)) if after.isdigit() else None
+    if error.status == 429:
+        return Refused(
+            "quota", f"the relay {url} has too many connections from here", retry_after_s=retry_after
+        )
+    if error.status == 503:
+        return Refused("overloaded", f"the relay {url} takes no connections now", retry_after_s=retry_after)
+    return Unreachable(f"{url} is no relay: it answered with HTTP status {error.status}")

@@ -1,0 +1,73 @@
+"""What all tests share: which event loops async tests run on, one torch thread, and skips that count in CI.
+
+pytest                  async tests on the default loop
+pytest --loop uvloop    on uvloop
+pytest --loop both      on each (what scripts/test.py does); uvloop is left out where it does not exist
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+
+# Before anything imports torch: two spinning OpenMP pools on few cores are far slower than one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+HAS_UVLOOP = importlib.util.find_spec("uvloop") is not None
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+OPTIONAL = "optional: "
+"""A skip whose reason begins so is allowed in CI; any other skip fails there."""
+
+# A busy machine is no finding: no time limit for one example.
+settings.register_profile("kvasir", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvasir")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    choices = ("default", "uvloop", "both")
+    parser.addoption("--loop", choices=choices, default="default", help="event loop of the async tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--loop") == "uvloop" and not HAS_UVLOOP:
+        raise pytest.UsageError("--loop uvloop: uvloop is not installed here; leave the option out")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"event loops: {', '.join(_loops(config))}; skips {'fail (CI)' if IN_CI else 'are reported'}"
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return _loops(config)
+
+
+def _loops(config: pytest.Config) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    chosen = config.getoption("--loop")
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
+    if chosen in ("default", "both"):
+        loops["default"] = asyncio.new_event_loop
+    if chosen in ("uvloop", "both") and HAS_UVLOOP:
+        import uvloop
+
+        loops["uvloop"] = uvloop.new_event_loop
+    return loops
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
+    report: pytest.TestReport = yield
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not reason.removeprefix("Skipped: ").startswith(OPTIONAL):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} was skipped in CI: {reason}"
+    return report
