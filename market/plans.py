@@ -9,11 +9,14 @@ Knows formats and their checks. Knows no torch and no transformers; executes not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NewType
+from typing import Any, Final, NewType
 
-from relay.errors import RemoteProtocolError
+from relay.errors import ConfigError, RemoteProtocolError
 from relay.identity import SignedDocument, SigningKey, open_document, require, sign_document
 
 from .windows import Window
@@ -44,7 +47,7 @@ OPS: Final = (
     "rows",               # [start, stop, step]: x[start:stop:step] along dimension 0
     "dequant_fp8_block",  # [block_rows, block_columns]: source 1 holds one scale a block
     "dequant_mxfp4",      # sources: blocks (U8, two values a byte), scales (U8, E8M0), groups of 32
-    "dequant_int4_packed",  # [group, symmetric]: compressed-tensors pack-quantized: packed (I32), scales[, zeros]
+    "dequant_int4_packed",  # [group, symmetric]: compressed-tensors pack-quantized: packed, scales[, zeros]
     "add",                # [constant]: x + constant (norms stored as weight - 1)
 )  # fmt: skip
 """The closed list of recipe steps: (name, arguments...). A node refuses any other."""
@@ -326,3 +329,314 @@ def plan_fields(plan: Plan) -> dict[str, object]:
             for recipe in plan.layers
         ],
     }
+
+
+# --- reading plans that others made --------------------------------------------------------------------
+
+MAX_FILES: Final = 10_000
+MAX_LAYERS: Final = 4_096
+MAX_EXPERTS: Final = 65_535
+MAX_WINDOWS: Final = 100_000
+MAX_WIDTH: Final = 1 << 20
+MAX_FILE_BYTES: Final = 1 << 50
+MAX_SOURCES: Final = 4
+MAX_OPS: Final = 8
+MAX_CHUNKS: Final = 1 << 20
+MAX_RANGES: Final = 1 << 24
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_.+-]+(/[A-Za-z0-9_.+-]+)*", re.ASCII)
+_WORD: Final = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
+
+
+def _positive(value: object) -> bool:
+    return type(value) is int and 0 < value <= MAX_WIDTH
+
+
+def _not_negative(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_WIDTH
+
+
+def _finite(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _boolean(value: object) -> bool:
+    return type(value) is bool
+
+
+OP_ARGUMENTS: Final[Mapping[str, tuple[Callable[[object], bool], ...]]] = {
+    "transpose": (),
+    "rows": (_not_negative, _positive, _positive),
+    "dequant_fp8_block": (_positive, _positive),
+    "dequant_mxfp4": (),
+    "dequant_int4_packed": (_positive, _boolean),
+    "add": (_finite,),
+}
+"""What the arguments of each step of `OPS` must be."""
+
+
+def parse_plan(fields: Mapping[str, Any]) -> Plan:
+    """Build a plan from the fields of its document, trusting none of them.
+
+    Raises `RemoteProtocolError` unless every name is in its closed list, every size within its bound,
+    every byte range inside its file, every window inside the layers and in no other window, and nothing
+    appears twice.
+    """
+    files = _parse_files(_list(fields, "files", MAX_FILES))
+    width = _integer(fields, "width", 1, MAX_WIDTH)
+    layers = tuple(
+        _parse_layer(_map(item, "layer"), files, width) for item in _list(fields, "layers", MAX_LAYERS)
+    )
+    numbers = [layer.layer for layer in layers]
+    if numbers != sorted(set(numbers)):
+        raise RemoteProtocolError("the plan's layers are not in rising order")
+    if sum(layer.experts * sum(1 for _ in layer.sources()) for layer in layers) > MAX_RANGES:
+        raise RemoteProtocolError(f"the plan names more than {MAX_RANGES} expert tensors")
+    precisions = tuple(_list(fields, "precisions", len(PRECISIONS)))
+    if (
+        not precisions
+        or len(set(map(str, precisions))) != len(precisions)
+        or set(precisions) - set(PRECISIONS)
+    ):
+        raise RemoteProtocolError(f"the plan's precisions are not distinct ones of {', '.join(PRECISIONS)}")
+    return Plan(
+        model=_text(fields, "model"),
+        revision=_text(fields, "revision"),
+        source=_text(fields, "source"),
+        architecture=_text(fields, "architecture"),
+        files=files,
+        width=width,
+        wire_dtype=_choice(fields, "wire_dtype", WIRE_DTYPES),
+        precisions=precisions,
+        weighted=require(fields, "weighted", bool),
+        windows=_parse_windows(_list(fields, "windows", MAX_WINDOWS), layers),
+        layers=layers,
+    )
+
+
+def _parse_files(items: list[Any]) -> tuple[PlanFile, ...]:
+    files = []
+    for item in items:
+        match item:
+            case [str(name), int(size)] if 0 < size <= MAX_FILE_BYTES and len(name) <= 512:
+                if not _FILE_NAME.fullmatch(name) or any(part.strip(".") == "" for part in name.split("/")):
+                    raise RemoteProtocolError(f"the plan's file name {name!r} leaves the model's folder")
+                files.append(PlanFile(name, size))
+            case _:
+                raise RemoteProtocolError("a file of the plan is not a name and a size")
+    if len({file.name for file in files}) != len(files):
+        raise RemoteProtocolError("the plan names a file twice")
+    return tuple(files)
+
+
+def _parse_windows(names: list[Any], layers: tuple[LayerRecipe, ...]) -> tuple[Window, ...]:
+    windows = []
+    for name in names:
+        if not isinstance(name, str):
+            raise RemoteProtocolError("a window's name is not a string")
+        try:
+            windows.append(Window.parse(name))
+        except ConfigError as error:
+            raise RemoteProtocolError(str(error)) from None
+    taken: dict[int, list[tuple[int, int]]] = {layer.layer: [] for layer in layers}
+    experts = {layer.layer: layer.experts for layer in layers}
+    for window in windows:
+        inside = [n for n in experts if window.layer_start <= n < window.layer_end]
+        if not inside or any(window.expert_end > experts[n] for n in inside):
+            raise RemoteProtocolError(f"window {window.name} is not inside the plan's layers")
+        for number in inside:
+            taken[number].append((window.expert_start, window.expert_end))
+    for spans in taken.values():
+        spans.sort()
+        if any(start < end for (_, end), (start, _) in itertools.pairwise(spans)):
+            raise RemoteProtocolError("two windows of the plan overlap")
+    return tuple(windows)
+
+
+def _parse_layer(fields: Mapping[str, Any], files: tuple[PlanFile, ...], width: int) -> LayerRecipe:
+    experts = _integer(fields, "experts", 1, MAX_EXPERTS)
+    tensors = tuple(
+        _parse_tensor(_map(item, "tensor"), files, experts) for item in _list(fields, "tensors", len(ROLES))
+    )
+    _check_roles(tensors, width)
+    return LayerRecipe(
+        layer=_integer(fields, "layer", 0, MAX_EXPERTS),
+        experts=experts,
+        top_k=_integer(fields, "top_k", 1, experts),
+        formula=_parse_formula(_map(fields.get("formula"), "formula")),
+        tensors=tensors,
+    )
+
+
+def _check_roles(tensors: tuple[TensorRecipe, ...], width: int) -> None:
+    """An expert is a gate (perhaps), an up and a down of matching shapes, with their biases and a norm."""
+    shapes = {tensor.role: tensor.shape for tensor in tensors}
+    if len(shapes) != len(tensors) or not {"up", "down"} <= shapes.keys() or len(shapes["up"]) != 2:
+        raise RemoteProtocolError("an expert needs each tensor once, and an up and a down at least")
+    inner = shapes["up"][0]
+    expected = {
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+        "gate_bias": (inner,),
+        "up_bias": (inner,),
+        "down_bias": (width,),
+        "norm": (width,),
+    }
+    for role, shape in shapes.items():
+        if shape != expected[role]:
+            raise RemoteProtocolError(f"the {role} of an expert has shape {shape}, expected {expected[role]}")
+
+
+def _parse_formula(fields: Mapping[str, Any]) -> GateFormula:
+    name, activation = (require(fields, field, str) for field in ("name", "activation"))
+    if not (_WORD.fullmatch(name) and _WORD.fullmatch(activation)):
+        raise RemoteProtocolError("the gate formula's name and activation are single words")
+    limit, alpha, norm_eps = (_constant(fields, field) for field in ("limit", "alpha", "norm_eps"))
+    return GateFormula(name, activation, limit, alpha, norm_eps)
+
+
+def _constant(fields: Mapping[str, Any], name: str) -> float | None:
+    value = fields.get(name)
+    if value is not None and not _finite(value):
+        raise RemoteProtocolError(f"the gate formula's {name} is not a finite number")
+    return None if value is None else float(value)
+
+
+def _parse_tensor(fields: Mapping[str, Any], files: tuple[PlanFile, ...], experts: int) -> TensorRecipe:
+    sources = tuple(
+        _parse_source(_map(item, "source"), files, experts) for item in _list(fields, "sources", MAX_SOURCES)
+    )
+    if not sources:
+        raise RemoteProtocolError("a tensor of the plan has no source")
+    return TensorRecipe(
+        role=_choice(fields, "role", ROLES),
+        shape=_shape(fields, minimum=1, maximum=2),
+        sources=sources,
+        ops=tuple(_parse_op(op) for op in _list(fields, "ops", MAX_OPS)),
+    )
+
+
+def _parse_op(op: object) -> tuple[Any, ...]:
+    if not isinstance(op, list) or not op or not isinstance(op[0], str) or op[0] not in OP_ARGUMENTS:
+        raise RemoteProtocolError(
+            f"unknown recipe step {op!r:.80}: update this side (pip install --upgrade kvasir)"
+        )
+    name, *arguments = op
+    checks = OP_ARGUMENTS[name]
+    if len(checks) != len(arguments) or not all(
+        check(value) for check, value in zip(checks, arguments, strict=True)
+    ):
+        raise RemoteProtocolError(f"recipe step {name!r} cannot have arguments {arguments!r:.80}")
+    return tuple(op)
+
+
+def _parse_source(fields: Mapping[str, Any], files: tuple[PlanFile, ...], experts: int) -> Source:
+    source = Source(
+        file=_integer(fields, "file", 0, len(files) - 1),
+        dtype=_choice(fields, "dtype", STORED_DTYPES),
+        shape=_shape(fields, minimum=0, maximum=4),
+        start=_integer(fields, "start", 0, MAX_FILE_BYTES),
+        stride=_integer(fields, "stride", 0, MAX_FILE_BYTES),
+        offsets=_integers(fields, "offsets", experts, MAX_FILE_BYTES),
+        files=_integers(fields, "files", experts, len(files) - 1),
+    )
+    if source.offsets and (source.start or source.stride):
+        raise RemoteProtocolError("a source has both a stride and offsets")
+    if source.files and not source.offsets:
+        raise RemoteProtocolError("a source has a file an expert, and no offsets")
+    if 0 < source.stride < source.nbytes:
+        raise RemoteProtocolError("the experts of a source overlap")
+    ends = (source.locate(expert) for expert in (range(experts) if source.offsets else (experts - 1,)))
+    if any(span.end > files[span.file].size for span in ends):
+        raise RemoteProtocolError("a source of the plan lies outside its file")
+    return source
+
+
+def _list(fields: Mapping[str, Any], name: str, maximum: int) -> list[Any]:
+    value: list[Any] = require(fields, name, list)
+    if len(value) > maximum:
+        raise RemoteProtocolError(f"field {name!r} has {len(value)} items, at most {maximum} are allowed")
+    return value
+
+
+def _map(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise RemoteProtocolError(f"a {what} of the plan is not a map")
+    return value
+
+
+def _integer(fields: Mapping[str, Any], name: str, minimum: int, maximum: int) -> int:
+    value: int = require(fields, name, int)
+    if not minimum <= value <= maximum:
+        raise RemoteProtocolError(f"field {name!r} is {value}, not within {minimum} to {maximum}")
+    return value
+
+
+def _integers(fields: Mapping[str, Any], name: str, count: int, maximum: int) -> tuple[int, ...]:
+    values = _list(fields, name, count)
+    if values and (len(values) != count or not all(type(v) is int and 0 <= v <= maximum for v in values)):
+        raise RemoteProtocolError(f"field {name!r} is not {count} integers within 0 to {maximum}")
+    return tuple(values)
+
+
+def _shape(fields: Mapping[str, Any], *, minimum: int, maximum: int) -> tuple[int, ...]:
+    values = _list(fields, "shape", maximum)
+    if len(values) < minimum or not all(_positive(value) for value in values):
+        raise RemoteProtocolError(f"{values!r:.80} is not the shape of an expert's tensor")
+    return tuple(values)
+
+
+def _choice(fields: Mapping[str, Any], name: str, allowed: Mapping[str, int] | tuple[str, ...]) -> str:
+    value: str = require(fields, name, str)
+    if value not in allowed:
+        raise RemoteProtocolError(f"{value!r:.80} is not a {name} that this version knows")
+    return value
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value: str = require(fields, name, str)
+    if len(value) > 512 or not value.isprintable():
+        raise RemoteProtocolError(f"field {name!r} is not a line of at most 512 printable characters")
+    return value
+
+
+# --- the hashes of a window ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WindowHashes:
+    """SHA-256 (32 bytes) of every chunk of `Plan.window_chunks(window)`, in that order.
+
+    A signed document of its own, made at the window's first claim: a plan takes seconds, its hashes minutes.
+    """
+
+    plan: PlanId
+    window: Window
+    chunks: tuple[bytes, ...]
+
+    def check(self, plan: Plan) -> None:
+        """Raise `RemoteProtocolError` unless there is one hash for each chunk of the window."""
+        expected = len(plan.window_chunks(self.window))
+        if self.window not in plan.windows or len(self.chunks) != expected:
+            raise RemoteProtocolError(
+                f"the hashes of {self.window.name} do not fit: {len(self.chunks)} for {expected} chunks"
+            )
+
+
+def sign_hashes(hashes: WindowHashes, key: SigningKey) -> SignedDocument:
+    """Sign a window's hashes with a backbone's operating key, as kind "hashes"."""
+    fields = {"plan": hashes.plan, "window": hashes.window.name, "chunks": list(hashes.chunks)}
+    return sign_document("hashes", fields, key)
+
+
+def open_hashes(document: SignedDocument, signer: bytes) -> WindowHashes:
+    """Verify and parse a window's hashes. Raises as `open_plan` does."""
+    fields = open_document(document, "hashes", signer)
+    chunks = _list(fields, "chunks", MAX_CHUNKS)
+    if not all(isinstance(chunk, bytes) and len(chunk) == 32 for chunk in chunks):
+        raise RemoteProtocolError("a chunk's hash is not 32 bytes")
+    try:
+        window = Window.parse(require(fields, "window", str))
+    except ConfigError as error:
+        raise RemoteProtocolError(str(error)) from None
+    return WindowHashes(PlanId(require(fields, "plan", bytes, size=32)), window, tuple(chunks))

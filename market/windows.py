@@ -5,6 +5,7 @@ Knows names and tiles. Knows nothing of tensors, plans or who holds what.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def cut_windows(
             close_run()
             parts = min(experts[layer], -(-size // window_bytes))
             edges = [experts[layer] * part // parts for part in range(parts + 1)]
-            windows.extend(Window(layer, layer + 1, a, b) for a, b in zip(edges, edges[1:], strict=False))
+            windows.extend(Window(layer, layer + 1, a, b) for a, b in itertools.pairwise(edges))
             continue
         held = sum(experts[other] * expert_bytes[other] for other in run)
         if run and (experts[run[0]] != experts[layer] or held + size > window_bytes):

@@ -1,0 +1,272 @@
+"""Receipts, acknowledgements and the credit ledger in the store.
+
+Each function is one piece of work inside a `Session` of `market.store`. A posted receipt and its ledger
+entry are one transaction, so a market killed at any point has both or neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import structlog
+from sqlalchemy import func, insert, select, update
+
+from relay.errors import IdentityError, Refused
+from relay.identity import Certificate, PublicKey, SignedDocument, address_of, parse_address, unpack_canonical
+
+from . import ledger
+from . import messages as m
+from . import tables as t
+from .receipts import Receipt, check_successor, open_acknowledgement, read_receipt
+from .store import Session
+
+log = structlog.get_logger("market")
+
+HEAD: Final = "ledger"
+
+
+def post_receipt(session: Session, receipt: Receipt, certificate: Certificate) -> m.Done:
+    """Store a verified receipt and issue what it adds to its chain. The same one again changes nothing.
+
+    Raises `Refused`: "replay", "conflict" (a gap or a fork), "forbidden" (no such device or wallet).
+    """
+    head = _lock_head(session)
+    last = _last_receipt(session, receipt.backbone, receipt.device)
+    if last is not None and last.digest == receipt.digest:
+        return m.Done()
+    if _known(session, receipt.digest):
+        return m.Done()
+    check_successor(last, receipt)
+    granted = select(t.grants.c.hash).where(
+        t.grants.c.device == receipt.device, t.grants.c.wallet == receipt.wallet
+    )
+    if session.value(granted.limit(1)) is None:
+        raise Refused("forbidden", "that wallet never granted that device in this swarm")
+    earned = receipt.bytes - (0 if last is None else last.bytes)
+    calls = receipt.calls - (0 if last is None else last.calls)
+    _store_receipt(session, receipt, certificate)
+    if earned:
+        entry = ledger.issue(
+            head,
+            wallet=receipt.wallet,
+            amount=earned,
+            reference=receipt.digest,
+            posted_at=int(session.now),
+        )
+        post_entry(session, entry)
+    wallet = t.wallets.c.wallet == receipt.wallet
+    session.run(update(t.wallets).where(wallet).values(calls=t.wallets.c.calls + calls))
+    log.info(
+        "receipt.posted",
+        device=address_of(receipt.device),
+        wallet=address_of(receipt.wallet),
+        sequence=receipt.sequence,
+        bytes=earned,
+        calls=calls,
+        outcome="posted",
+    )
+    return m.Done()
+
+
+def _known(session: Session, digest: bytes) -> bool:
+    found = select(t.receipts.c.sequence).where(t.receipts.c.digest == digest)
+    return session.value(found) is not None
+
+
+def _last_receipt(session: Session, backbone: bytes, device: bytes) -> Receipt | None:
+    row = _last_row(session, backbone, device)
+    if row is None:
+        return None
+    document = SignedDocument.from_bytes(row.document)
+    return read_receipt(unpack_canonical(document.body), document)
+
+
+def _last_row(session: Session, backbone: bytes, device: bytes) -> Any:
+    receipts = t.receipts.c
+    return session.row(
+        select(t.receipts)
+        .where(receipts.backbone == backbone, receipts.device == device)
+        .order_by(receipts.sequence.desc())
+        .limit(1)
+    )
+
+
+def _store_receipt(session: Session, receipt: Receipt, certificate: Certificate) -> None:
+    assert receipt.document is not None
+    session.run(
+        insert(t.receipts).values(
+            backbone=receipt.backbone,
+            device=receipt.device,
+            sequence=receipt.sequence,
+            digest=receipt.digest,
+            wallet=receipt.wallet,
+            bytes=receipt.bytes,
+            calls=receipt.calls,
+            document=receipt.document.to_bytes(),
+            certificate=certificate.document.to_bytes(),
+            posted_at=session.now,
+        )
+    )
+    here = (t.chains.c.backbone == receipt.backbone) & (t.chains.c.device == receipt.device)
+    values = {"wallet": receipt.wallet, "sequence": receipt.sequence, "bytes": receipt.bytes}
+    since = func.coalesce(t.chains.c.unacknowledged_since, session.now)
+    if session.run(update(t.chains).where(here).values(unacknowledged_since=since, **values)):
+        return
+    key = {"backbone": receipt.backbone, "device": receipt.device}
+    session.run(insert(t.chains).values(unacknowledged_since=session.now, **key, **values))
+
+
+def last_receipt(session: Session, backbone: bytes, device: bytes) -> m.ReceiptAnswer:
+    """The last receipt of a chain, for the backbone to go on from."""
+    row = _last_row(session, backbone, device)
+    if row is None:
+        return m.ReceiptAnswer()
+    return m.ReceiptAnswer(
+        SignedDocument.from_bytes(row.document),
+        SignedDocument.from_bytes(row.certificate),
+        row.acknowledgement is not None,
+    )
+
+
+def acknowledge(session: Session, document: SignedDocument, device: PublicKey) -> m.Done:
+    """Store a device's countersignature; it covers all earlier receipts of the chain too."""
+    digest = open_acknowledgement(document, device)
+    row = session.row(select(t.receipts).where(t.receipts.c.digest == digest))
+    if row is None:
+        raise Refused("not_found", "no such receipt is posted yet", retry_after_s=10)
+    if row.device != device:
+        raise IdentityError("a device acknowledges its own receipts only")
+    session.run(
+        update(t.receipts).where(t.receipts.c.digest == digest).values(acknowledgement=document.to_bytes())
+    )
+    here = (t.chains.c.backbone == row.backbone) & (t.chains.c.device == row.device)
+    chain = session.row(select(t.chains).where(here))
+    if row.sequence <= chain.acknowledged_sequence:
+        return m.Done()
+    values: dict[str, Any] = {"acknowledged_sequence": row.sequence, "acknowledged_bytes": row.bytes}
+    values["unacknowledged_since"] = None if row.sequence == chain.sequence else session.now
+    session.run(update(t.chains).where(here).values(**values))
+    return m.Done()
+
+
+# --- the ledger --------------------------------------------------------------------------------------------
+
+
+def _lock_head(session: Session) -> ledger.Head:
+    """Where the chain stands, locked: entries are appended one after another."""
+    if session.value(select(t.meta.c.name).where(t.meta.c.name == HEAD)) is None:
+        session.insert_once(insert(t.meta).values(name=HEAD, value=""))
+    session.row(select(t.meta).where(t.meta.c.name == HEAD).with_for_update())
+    row = session.row(select(t.ledger_entries).order_by(t.ledger_entries.c.sequence.desc()).limit(1))
+    return ledger.Head() if row is None else ledger.Head(row.sequence, row.hash)
+
+
+def post_entry(session: Session, entry: ledger.Entry) -> None:
+    """Append one entry and move the balances. Its reference is unique, so it cannot be posted twice."""
+    session.run(
+        insert(t.ledger_entries).values(
+            sequence=entry.sequence,
+            kind=entry.kind,
+            reference=entry.reference,
+            posted_at=entry.posted_at,
+            previous=entry.previous,
+            hash=entry.hash,
+        )
+    )
+    accounts = t.accounts.c
+    for position, posting in enumerate(entry.postings):
+        values = {"account": posting.account, "amount": posting.amount}
+        session.run(insert(t.ledger_postings).values(entry=entry.sequence, position=position, **values))
+        moved = {"balance": accounts.balance + posting.amount, "entries": accounts.entries + 1}
+        if not session.run(update(t.accounts).where(accounts.account == posting.account).values(**moved)):
+            session.run(insert(t.accounts).values(account=posting.account, balance=posting.amount, entries=1))
+
+
+def check_ledger(session: Session) -> dict[str, int]:
+    """Every balance, recomputed from all entries. Raises `LedgerBroken` if anything does not hold."""
+    postings: dict[int, list[ledger.Posting]] = {}
+    for row in session.rows(
+        select(t.ledger_postings).order_by(t.ledger_postings.c.entry, t.ledger_postings.c.position)
+    ):
+        postings.setdefault(row.entry, []).append(ledger.Posting(row.account, row.amount))
+    rows = session.rows(select(t.ledger_entries).order_by(t.ledger_entries.c.sequence))
+    entries = (
+        ledger.Entry(
+            row.sequence,
+            row.kind,
+            row.reference,
+            row.posted_at,
+            tuple(postings.get(row.sequence, ())),
+            row.previous,
+        )
+        for row in rows
+    )
+    balances = ledger.check_chain(entries, (row.hash for row in rows))
+    stored = {row.account: row.balance for row in session.rows(select(t.accounts))}
+    if balances != stored:
+        raise ledger.LedgerBroken("the stored balances are not what the entries add up to")
+    return balances
+
+
+# --- statements --------------------------------------------------------------------------------------------
+
+
+def statement(session: Session, wallet: PublicKey) -> m.CreditStatement:
+    """One wallet's balance."""
+    names = {ledger.escrow(wallet): "escrow", ledger.available(wallet): "available"}
+    balances = {
+        names[row.account]: row.balance
+        for row in session.rows(select(t.accounts).where(t.accounts.c.account.in_(names)))
+    }
+    counts = session.row(
+        select(func.count().label("receipts")).select_from(t.receipts).where(t.receipts.c.wallet == wallet)
+    )
+    late = session.value(
+        select(func.sum(t.chains.c.bytes - t.chains.c.acknowledged_bytes)).where(t.chains.c.wallet == wallet)
+    )
+    calls = session.value(select(t.wallets.c.calls).where(t.wallets.c.wallet == wallet))
+    return m.CreditStatement(
+        wallet=wallet,
+        escrow=balances.get("escrow", 0),
+        available=balances.get("available", 0),
+        void=_voided(session, wallet),
+        unacknowledged=int(late or 0),
+        receipts=counts.receipts,
+        calls=calls or 0,
+    )
+
+
+def _voided(session: Session, wallet: PublicKey) -> int:
+    """What was taken back from a wallet's escrow."""
+    taken = session.value(
+        select(func.sum(t.ledger_postings.c.amount))
+        .join(t.ledger_entries, t.ledger_entries.c.sequence == t.ledger_postings.c.entry)
+        .where(t.ledger_entries.c.kind == "void", t.ledger_postings.c.account == ledger.escrow(wallet))
+    )
+    return -int(taken or 0)
+
+
+def credit_table(session: Session) -> m.CreditTable:
+    """Every wallet's balance, and whether the ledger holds from its first entry on."""
+    try:
+        balances = check_ledger(session)
+        balanced = sum(balances.values()) == 0
+    except ledger.LedgerBroken as error:
+        log.error("ledger.broken", reason=str(error))
+        balanced = False
+    issued = session.value(select(t.accounts.c.balance).where(t.accounts.c.account == ledger.ISSUANCE))
+    rows = session.rows(select(t.wallets.c.wallet).order_by(t.wallets.c.wallet))
+    return m.CreditTable(
+        balanced=balanced,
+        issued=-(issued or 0),
+        entries=session.value(select(func.count()).select_from(t.ledger_entries)),
+        wallets=tuple(statement(session, PublicKey(row.wallet)) for row in rows),
+    )
+
+
+def wallet_of(address: str) -> PublicKey:
+    """The wallet behind an address. Raises `Refused` (bad_request)."""
+    try:
+        return parse_address(address)
+    except IdentityError as error:
+        raise Refused("bad_request", str(error)) from None

@@ -1,0 +1,588 @@
+"""What node, backbone and market say to each other over HTTP: one frozen dataclass a message.
+
+Ids are bytes here and text in JSON (see `market.wire`). Sizes are in bytes, durations in seconds; a
+duration counts from the moment the request was sent, so no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Final, Literal
+
+from relay.errors import KvasirError
+from relay.identity import Certificate, ExchangePublic, PublicKey, SignedDocument
+
+from .plans import PlanId
+from .wallet import Grant
+from .windows import Window
+from .wire import Hash, LeaseId
+
+LeaseState = Literal["HELD", "LOADED", "PROVEN", "DRAINING", "ENDED"]
+"""HELD: claimed, loading. LOADED: the device says so. PROVEN: a real call gave the right answer.
+DRAINING: no new calls. ENDED: released, expired or revoked, with a reason."""
+
+CREDIT_BYTES: Final = 1_000_000
+"""One credit is a million carried bytes."""
+
+
+class ResyncNeeded(KvasirError):  # noqa: N818 - tells the caller what to do
+    """A watch lost its place (gap, silence, or a closed stream): take a new snapshot and watch on."""
+
+    code = "conflict"
+
+
+# --- the swarm -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RelayListing:
+    """A relay as the market lists it. `url` may be relative to the market's own URL."""
+
+    url: str
+    certificate: SignedDocument
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmListing:
+    """Which swarm this is, who its market is, and where its relays are. `time` is Unix seconds."""
+
+    v: int
+    swarm: PublicKey
+    certificate: SignedDocument
+    relays: tuple[RelayListing, ...]
+    public_urls: tuple[str, ...]
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class RelayInfo:
+    """A relay, its certificate verified: absolute `url`, Ed25519 `key`."""
+
+    url: str
+    key: PublicKey
+    certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmInfo:
+    """A verified `SwarmListing`: `certificate` is the market's."""
+
+    root: PublicKey
+    certificate: Certificate
+    relays: tuple[RelayInfo, ...]
+    public_urls: tuple[str, ...]
+    time: float
+
+
+# --- the wallet proof ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChallengeRequest:
+    """Asks for a text to sign. `url` is the market's URL as the client dialled it."""
+
+    v: int
+    url: str
+    wallet: PublicKey
+    device: PublicKey
+    exchange: ExchangePublic
+    scope: str
+    lifetime_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChallengeOffer:
+    """The exact text to sign, good for 300 s."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRequest:
+    """The signed text. The request itself is signed by the device key that the text names."""
+
+    v: int
+    text: str
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GrantAnswer:
+    """The grant's hash: the SHA-256 of its text."""
+
+    grant: Hash
+
+
+# --- what is needed, and who takes it -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a device can do.
+
+    `budget_bytes` is all it gives to expert weights; the market itself takes off what its leases keep.
+    `precisions` are in its order of preference; `numerics` names its numerics class at each; `formulas`
+    are the gate formulas it executes (empty: not said); `network` is a name that devices behind one
+    connection share. `start_generation`, where given, ends the leases of the device's earlier starts.
+    `cached` lists windows whose bytes it has already: the market prefers them among equals.
+    """
+
+    budget_bytes: int
+    precisions: tuple[str, ...]
+    wire_dtypes: tuple[str, ...]
+    numerics: Mapping[str, str]
+    network: str
+    formulas: tuple[str, ...]
+    start_generation: int = 0
+    cached: tuple[tuple[PlanId, Window], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A window that is needed and fits: `kept_bytes` in memory at `precision`, `download_bytes` to fetch."""
+
+    plan: PlanId
+    window: Window
+    precision: str
+    kept_bytes: int
+    download_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VolunteerAnswer:
+    """The scarcest windows that fit, scarcest first; or none, and `message` says why.
+
+    Ask again after `retry_after_s`.
+    """
+
+    offers: tuple[Offer, ...]
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """Takes an offer. `numerics` is the device's numerics class at that precision."""
+
+    v: int
+    plan: PlanId
+    window: Window
+    precision: str
+    numerics: str
+    network: str
+    start_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """The market's answer to a claim: the signed claim `document` says the same."""
+
+    id: LeaseId
+    plan: PlanId
+    window: Window
+    slot: int
+    epoch: int
+    state: LeaseState
+    precision: str
+    document: SignedDocument
+    expires_in_s: float
+    loading_deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease as its device holds it; `document` is verified. Durations count from the claim's sending."""
+
+    id: LeaseId
+    plan: PlanId
+    window: Window
+    slot: int
+    epoch: int
+    state: LeaseState
+    precision: str
+    document: SignedDocument
+    expires_in_s: float
+    loading_deadline_s: float
+    relays: tuple[RelayInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBeat:
+    """One lease in a heartbeat: how many of its bytes are fetched and verified."""
+
+    lease: LeaseId
+    epoch: int
+    verified_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Renews all leases of a device. `addresses` are URLs at which it may be dialled directly."""
+
+    start_generation: int
+    leases: tuple[LeaseBeat, ...] = ()
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStatus:
+    """A lease as the market sees it. `reason` says why it is draining or ended."""
+
+    id: LeaseId
+    epoch: int
+    state: LeaseState
+    expires_in_s: float
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswer:
+    """The state of each lease named, fresh relay tickets, and what the owner should know."""
+
+    leases: tuple[LeaseStatus, ...]
+    tickets: tuple[SignedDocument, ...]
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRequest:
+    """Asks for a ticket to one relay."""
+
+    relay: PublicKey
+    start_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TicketAnswer:
+    """A relay ticket."""
+
+    ticket: SignedDocument
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRequest:
+    """The window is in memory: how it was quantised (hash of the result) and what it takes."""
+
+    epoch: int
+    numerics: str
+    quantised_hash: Hash
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonRequest:
+    """Ends or drains a lease, saying why."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenRequest:
+    """A proving call came back right; `d` is its error measure (see the audit)."""
+
+    epoch: int
+    d: float
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A document and the certificate of the backbone that signed it."""
+
+    document: SignedDocument
+    certificate: SignedDocument
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRequest:
+    """Carries one signed document."""
+
+    document: SignedDocument
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """The id under which a plan is known."""
+
+    plan: PlanId
+
+
+@dataclass(frozen=True, slots=True)
+class PlanListing:
+    """One plan the market knows."""
+
+    plan: PlanId
+    model: str
+    revision: str
+    state: Literal["active", "retired"]
+    windows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlansAnswer:
+    """All plans, newest first."""
+
+    plans: tuple[PlanListing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowsAnswer:
+    """Windows of a plan."""
+
+    windows: tuple[Window, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DemandReport:
+    """Rows a second that one backbone routes to each window (by name), measured by it."""
+
+    rows_per_s: Mapping[str, float]
+
+
+# --- assignments -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentListing:
+    """A lease as backbones follow it."""
+
+    lease: LeaseId
+    plan: PlanId
+    window: Window
+    slot: int
+    epoch: int
+    state: LeaseState
+    precision: str
+    numerics: str
+    grant: Grant
+    addresses: tuple[str, ...]
+    document: SignedDocument
+    expires_in_s: float
+    start_generation: int
+    download_bytes: int = 0
+    kept_bytes: int = 0
+    verified_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """An `AssignmentListing` whose claim document and grant are verified; names the device's wallet too."""
+
+    lease: LeaseId
+    window: Window
+    plan: PlanId
+    slot: int
+    epoch: int
+    state: LeaseState
+    precision: str
+    numerics: str
+    wallet: PublicKey
+    device: PublicKey
+    grant: Grant
+    relays: tuple[RelayInfo, ...]
+    addresses: tuple[str, ...]
+    document: SignedDocument
+    expires_in_s: float
+    start_generation: int
+    download_bytes: int = 0
+    kept_bytes: int = 0
+    verified_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EndedListing:
+    """A lease that ended, and why."""
+
+    lease: LeaseId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotListing:
+    """All leases of a plan that have not ended, at one revision."""
+
+    revision: int
+    leases: tuple[AssignmentListing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeListing:
+    """One change: revision `previous` led to `revision`; either an assignment or an end."""
+
+    revision: int
+    previous: int
+    assignment: AssignmentListing | None = None
+    ended: EndedListing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A verified `SnapshotListing`."""
+
+    revision: int
+    leases: tuple[Assignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A verified `ChangeListing`: exactly one of `assignment` and `ended` is set."""
+
+    revision: int
+    previous: int
+    assignment: Assignment | None = None
+    ended: EndedListing | None = None
+
+
+# --- credit ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CreditStatement:
+    """A wallet's balance, in whole carried bytes.
+
+    `escrow` may still be voided, `available` may be spent, `void` was taken back. `receipts` counts the
+    posted receipts, `unacknowledged` the bytes that no device has countersigned yet.
+    """
+
+    wallet: PublicKey
+    escrow: int
+    available: int
+    void: int
+    unacknowledged: int
+    receipts: int
+    calls: int
+
+    @property
+    def credit(self) -> Decimal:
+        """Escrow and available, in credits of a million bytes."""
+        return credits_of(self.escrow + self.available)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptAnswer:
+    """The last receipt of a chain, or null if the chain has none, with its backbone's certificate."""
+
+    receipt: SignedDocument | None = None
+    certificate: SignedDocument | None = None
+    acknowledged: bool = False
+
+
+def credits_of(carried_bytes: int) -> Decimal:
+    """Whole bytes in credits, exactly."""
+    return Decimal(carried_bytes) / CREDIT_BYTES
+
+
+# --- for the operator ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """One window: its target, its supply by state, the demand, and why it is scarce or not."""
+
+    plan: PlanId
+    window: Window
+    target: int
+    proven: int
+    loading: int
+    demand_rows_per_s: float
+    scarcity: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GapsAnswer:
+    """All windows of the active plans, scarcest first. `coverage` is the share with a proven replica."""
+
+    coverage: float
+    gaps: tuple[Gap, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLease:
+    """One lease of a device, in short."""
+
+    lease: LeaseId
+    plan: PlanId
+    window: Window
+    state: LeaseState
+    epoch: int
+    precision: str
+    download_bytes: int
+    verified_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One device: whose it is, what it holds, and its last ended lease's reason."""
+
+    device: PublicKey
+    wallet: PublicKey
+    network: str
+    budget_bytes: int
+    addresses: tuple[str, ...]
+    seen_s_ago: float
+    leases: tuple[NodeLease, ...]
+    last_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodesAnswer:
+    """All devices seen within a day, the latest first."""
+
+    nodes: tuple[NodeRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CreditTable:
+    """Every wallet's balance, and whether the whole ledger adds up and its hash chain holds."""
+
+    balanced: bool
+    issued: int
+    entries: int
+    wallets: tuple[CreditStatement, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAnnouncement:
+    """A relay says where it is; the request carries its certificate."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It is done."""
+
+    done: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the market answers from its store. `outcome` is "ok" or says what is wrong."""
+
+    outcome: str
+    version: str
+    leases: int
+    plans: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBody:
+    """A typed refusal."""
+
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """What every refusal carries."""
+
+    error: ErrorBody

@@ -1,0 +1,190 @@
+"""Signed HTTP requests: who asks, proved for each request on its own.
+
+A request's signature covers method, path with query, the body's SHA-256, the time and a nonce. Devices
+sign with their device key; backbones and relays sign with their operating key and send their certificate
+along. Pure: the clock and the memory of nonces are arguments.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from relay.errors import IdentityError, Refused, RemoteProtocolError
+from relay.identity import (
+    Certificate,
+    PublicKey,
+    SerialBook,
+    SignedDocument,
+    SigningKey,
+    address_of,
+    open_certificate,
+    parse_address,
+    pre_authentication,
+    verify,
+)
+
+KEY_HEADER: Final = "Kvasir-Key"
+TIME_HEADER: Final = "Kvasir-Time"
+NONCE_HEADER: Final = "Kvasir-Nonce"
+SIGNATURE_HEADER: Final = "Kvasir-Signature"
+CERTIFICATE_HEADER: Final = "Kvasir-Certificate"
+SKEW_S: Final = 60
+"""How far the two clocks may differ, and how long a nonce is remembered on either side of the time."""
+
+NONCE_BYTES: Final = 16
+MAX_CERTIFICATE_BYTES: Final = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who signed a request: the key, and the verified certificate if it is an operating key.
+
+    `nonce` and `time` are the request's; a server with several replicas remembers the nonce in its store
+    until `nonce_expires_at` (Unix seconds).
+    """
+
+    key: PublicKey
+    certificate: Certificate | None
+    nonce: bytes
+    time: int
+
+    @property
+    def nonce_expires_at(self) -> int:
+        """When the request's time alone refuses it."""
+        return self.time + 2 * SKEW_S
+
+    @property
+    def role(self) -> str:
+        """ "device", or the certificate's role."""
+        return "device" if self.certificate is None else self.certificate.role
+
+
+class NonceBook:
+    """Remembers the nonces of one process for as long as their time could be accepted, within a bound."""
+
+    def __init__(self, capacity: int = 200_000) -> None:
+        self._seen: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
+        self._capacity = capacity
+
+    def use(self, key: bytes, nonce: bytes, *, now: float) -> None:
+        """Note a nonce. Raises `Refused` if it was used before, or if too many are remembered."""
+        while self._seen and next(iter(self._seen.values())) < now:
+            self._seen.popitem(last=False)
+        if (key, nonce) in self._seen:
+            raise Refused("replay", "this request was sent before: sign a new one")
+        if len(self._seen) >= self._capacity:
+            raise Refused("overloaded", "too many requests within two minutes", retry_after_s=5)
+        self._seen[key, nonce] = now + 2 * SKEW_S
+
+
+def request_message(method: str, target: str, body_hash: bytes, time: int, nonce: bytes) -> bytes:
+    """What a request's signature covers. `target` is the path with its query, `body_hash` a SHA-256."""
+    lines = (method.upper(), target, body_hash.hex(), str(time), encode_bytes(nonce))
+    return pre_authentication("http-request", "\n".join(lines).encode("utf-8"))
+
+
+def sign_request(
+    key: SigningKey,
+    method: str,
+    target: str,
+    body: bytes = b"",
+    *,
+    now: float,
+    nonce: bytes | None = None,
+    certificate: Certificate | None = None,
+) -> dict[str, str]:
+    """The headers that sign a request. `target` is the path with its query, percent-encoded as sent.
+
+    `now` is in Unix seconds; `nonce` (16 bytes) is drawn at random if None; `certificate` goes along where
+    `key` is an operating key.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+    moment = int(now)
+    message = request_message(method, target, hashlib.sha256(body).digest(), moment, nonce)
+    headers = {
+        KEY_HEADER: address_of(key.public),
+        TIME_HEADER: str(moment),
+        NONCE_HEADER: encode_bytes(nonce),
+        SIGNATURE_HEADER: encode_bytes(key.sign(message)),
+    }
+    if certificate is not None:
+        headers[CERTIFICATE_HEADER] = encode_bytes(certificate.document.to_bytes())
+    return headers
+
+
+def verify_request(
+    headers: Mapping[str, str],
+    method: str,
+    target: str,
+    body: bytes = b"",
+    *,
+    now: float,
+    root: bytes,
+    nonces: NonceBook | None,
+    serials: SerialBook | None = None,
+) -> Author:
+    """Who signed this request. `target` is the raw path with its query, as received.
+
+    `nonces` is None where the caller remembers `Author.nonce` itself. Raises `IdentityError` (no or a bad
+    signature, a clock more than 60 s off, a certificate of another swarm), `Refused` (code "replay") or
+    `RemoteProtocolError` (malformed headers).
+    """
+    if SIGNATURE_HEADER not in headers:
+        raise IdentityError("this request must be signed (Kvasir-Key, -Time, -Nonce, -Signature headers)")
+    key = parse_address(headers.get(KEY_HEADER, ""))
+    nonce = decode_bytes(headers.get(NONCE_HEADER, ""), NONCE_HEADER, NONCE_BYTES)
+    signature = decode_bytes(headers[SIGNATURE_HEADER], SIGNATURE_HEADER, 64)
+    moment = _parse_moment(headers.get(TIME_HEADER, ""))
+    if abs(now - moment) > SKEW_S:
+        raise IdentityError(
+            f"the request's time is {abs(now - moment):.0f} s away from this side's: set the clock",
+            code="expired",
+        )
+    verify(key, signature, request_message(method, target, hashlib.sha256(body).digest(), moment, nonce))
+    certificate = _read_certificate(headers.get(CERTIFICATE_HEADER), key, root, now, serials)
+    if nonces is not None:
+        nonces.use(key, nonce, now=now)
+    return Author(key, certificate, nonce, moment)
+
+
+def _parse_moment(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise RemoteProtocolError(f"{TIME_HEADER} is not a Unix time in whole seconds")
+    return int(text)
+
+
+def _read_certificate(
+    text: str | None, key: PublicKey, root: bytes, now: float, serials: SerialBook | None
+) -> Certificate | None:
+    if text is None:
+        return None
+    document = SignedDocument.from_bytes(decode_bytes(text, CERTIFICATE_HEADER))
+    certificate = open_certificate(document, swarm=root, now=now)
+    if certificate.ed25519 != key:
+        raise IdentityError("the request is signed by another key than its certificate names")
+    if serials is not None:
+        serials.accept(certificate)
+    return certificate
+
+
+def encode_bytes(data: bytes) -> str:
+    """URL-safe base64 without padding."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
+
+
+def decode_bytes(text: str, what: str, size: int | None = None) -> bytes:
+    """The bytes behind `encode_bytes`. Raises `RemoteProtocolError` naming `what`."""
+    try:
+        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (ValueError, binascii.Error):
+        raise RemoteProtocolError(f"{what} is not URL-safe base64") from None
+    if (size is not None and len(data) != size) or encode_bytes(data) != text:
+        raise RemoteProtocolError(f"{what} is not {size or 'canonical'} bytes of URL-safe base64")
+    return data
