@@ -1,0 +1,212 @@
+"""The relays a node keeps a connection to, and the sessions that backbones open over them.
+
+Knows tickets, circuits and who may shake hands. What is said inside a session is `serving`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+import aiohttp
+import structlog
+
+from market.messages import RelayInfo
+from relay.channel import Channel
+from relay.errors import KvasirError, Refused, RemoteProtocolError, Unreachable
+from relay.identity import PublicKey, SerialBook, SignedDocument, address_of
+from relay.secure import SecureSession
+from relay.session import GenerationBook
+from relay.tickets import read_ticket
+from relay.transport import RelayClient
+
+from .config import NodeConfig
+from .joining import Membership
+from .status import NodeStatus, SessionStatus
+
+log = structlog.get_logger("node")
+
+TICKET_LEFT_S: Final = 30.0
+"""A ticket with less than this left is replaced before it is used."""
+
+Serve = Callable[[SecureSession], Awaitable[None]]
+"""Serves one session until it ends; whatever it raises ends that session alone."""
+
+
+class TicketBook:
+    """The newest ticket for each relay, from heartbeats or asked for."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[PublicKey, SignedDocument] = {}
+
+    def add(self, documents: Iterable[SignedDocument]) -> None:
+        """Keep tickets from a heartbeat's answer; unreadable ones are left out."""
+        for document in documents:
+            try:
+                self._tickets[read_ticket(document).relay] = document
+            except RemoteProtocolError as error:
+                log.warning("ticket.rejected", reason=str(error))
+
+    def usable(self, relay: PublicKey, *, now: float) -> SignedDocument | None:
+        """A ticket for `relay` that has time left at `now` (Unix seconds)."""
+        document = self._tickets.get(relay)
+        if document is None or read_ticket(document).expires_at - now < TICKET_LEFT_S:
+            return None
+        return document
+
+    def any(self, relay: PublicKey) -> SignedDocument | None:
+        """A ticket for `relay`, expired or not: relays honour old ones while the market is silent."""
+        return self._tickets.get(relay)
+
+
+class Circuits:
+    """Connections to every wanted relay, and the sessions on them. `run` owns all tasks."""
+
+    def __init__(
+        self,
+        member: Callable[[], Membership],
+        *,
+        generation: int,
+        serve: Serve,
+        status: NodeStatus,
+        http: aiohttp.ClientSession,
+        config: NodeConfig,
+    ) -> None:
+        self._member = member
+        self._generation = generation
+        self._serve = serve
+        self._status = status
+        self._http = http
+        self._config = config
+        self._wanted: dict[str, RelayInfo] = {}
+        self._changed = asyncio.Event()
+        self._sessions: dict[int, SecureSession] = {}
+        self._numbers = itertools.count()
+        self._generations = GenerationBook()
+        self._serials = SerialBook()
+        self.tickets = TicketBook()
+
+    @property
+    def called(self) -> bool:
+        """Whether any backbone has a session with this node."""
+        return bool(self._sessions)
+
+    def want(self, relays: Iterable[RelayInfo]) -> None:
+        """Keep connections to these relays, and to no others."""
+        self._wanted = {relay.url: relay for relay in relays}
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Keep the wanted connections until cancelled.
+
+        Raises `Refused` (duplicate) if another daemon runs with this device's key.
+        """
+        running: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                for url in list(running):
+                    if url not in self._wanted or running[url].done():
+                        running.pop(url).cancel()
+                for url, relay in self._wanted.items():
+                    if url not in running:
+                        running[url] = group.create_task(self._connect(relay))
+
+    async def close(self, code: str, message: str) -> None:
+        """End every session, telling the backbones why."""
+        await asyncio.gather(
+            *(session.close(code, message) for session in list(self._sessions.values())),
+            return_exceptions=True,
+        )
+
+    async def _connect(self, relay: RelayInfo) -> None:
+        member = self._member()
+        client = RelayClient(
+            relay.url,
+            member.keys.signing,
+            role="device",
+            root=member.root,
+            ticket=lambda: self._ticket(relay.key),
+            start_generation=self._generation,
+            on_circuit=self._circuit,
+            http=self._http,
+        )
+        self._status.relays[relay.url] = client
+        try:
+            await client.run()
+        except Refused as error:
+            if error.code == "duplicate":
+                raise
+            self._status.notify(f"the relay {relay.url} will not have this node: {error}")
+            log.error("relay.refused", url=relay.url, code=error.code, reason=str(error))
+        except KvasirError as error:
+            self._status.notify(f"the relay {relay.url} cannot be used: {error}")
+            log.error("relay.failed", url=relay.url, code=error.code, reason=str(error))
+        finally:
+            self._status.relays.pop(relay.url, None)
+
+    async def _ticket(self, relay: PublicKey) -> SignedDocument:
+        ticket = self.tickets.usable(relay, now=time.time())
+        if ticket is not None:
+            return ticket
+        try:
+            fresh = await self._member().market.ticket(relay, start_generation=self._generation)
+        except Unreachable:
+            old = self.tickets.any(relay)
+            if old is None:
+                raise
+            return old
+        self.tickets.add((fresh,))
+        return fresh
+
+    async def _circuit(self, channel: Channel) -> None:
+        """One incoming circuit, from handshake to end: the boundary for this peer."""
+        if len(self._sessions) >= self._config.max_sessions:
+            await channel.close("quota", f"this node has {len(self._sessions)} sessions already")
+            return
+        member = self._member()
+        try:
+            session = await SecureSession.accept(
+                channel,
+                key=member.keys.exchange,
+                root=member.root,
+                grant_hash=member.grant.hash,
+                generations=self._generations,
+                serials=self._serials,
+                timeout=self._config.handshake_s,
+            )
+        except KvasirError as error:
+            log.warning("session.refused", peer=address_of(channel.peer), code=error.code, reason=str(error))
+            return
+        await self._serve_session(session)
+
+    async def _serve_session(self, session: SecureSession) -> None:
+        backbone = session.certificate.id.hex()
+        older = [s for s in self._sessions.values() if s.certificate.id == session.certificate.id]
+        number = next(self._numbers)
+        self._sessions[number] = session
+        self._status.sessions[number] = SessionStatus(backbone, session, time.time())
+        log.info("session.opened", backbone=backbone, path=session.path, generation=session.generation)
+        for other in older:
+            await other.close("closed", "a newer session took over")
+        reason = ""
+        try:
+            await self._serve(session)
+        except (KvasirError, OSError) as error:
+            reason = str(error)
+        finally:
+            self._sessions.pop(number, None)
+            self._status.sessions.pop(number, None)
+            await session.close()
+            log.info(
+                "session.closed",
+                backbone=backbone,
+                outcome=session.outcome or "closed",
+                reason=reason,
+                bytes_sent=session.bytes_sent,
+                bytes_received=session.bytes_received,
+            )

@@ -1,0 +1,228 @@
+"""The compute thread: jobs in, experts run in batches, answers out.
+
+One thread owns the batcher and the experts while a job is in flight. The loop hands a job over through a
+queue and gets its outcome by `call_soon_threadsafe`, as soon as the job's last expert has run.
+
+Knows jobs, threads and torch. Knows no sessions: a job's peer is carried through untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+from torch import Tensor
+
+from relay.errors import KvasirError, Refused
+
+from .batching import Batcher, Drop, ExpertKey, Part, Run, Work
+from .calls import Call, Reply
+from .holdings import Holding
+from .tensors import WIRE_TORCH, bytes_to_floats, bytes_to_rows, partial_sums, rows_to_bytes
+
+if TYPE_CHECKING:
+    from .peers import Peer
+
+log = structlog.get_logger("node")
+
+Outcome = Reply | Refused | None
+"""What became of a job; None if it was cancelled."""
+
+Done = Callable[["Job", Outcome], None]
+
+
+class Job:
+    """One accepted call on its way through the compute thread.
+
+    `nbytes` is what it holds of the serving limits: request and answer.
+    """
+
+    __slots__ = (
+        "_outputs",
+        "_rows",
+        "call",
+        "done",
+        "holdings",
+        "nbytes",
+        "peer",
+        "received",
+        "row_bytes",
+        "work",
+    )
+
+    def __init__(
+        self,
+        peer: Peer,
+        call: Call,
+        holdings: tuple[Holding, ...],
+        row_bytes: int,
+        nbytes: int,
+        received: float,
+    ) -> None:
+        self.peer = peer
+        self.call = call
+        self.holdings = holdings
+        self.row_bytes = row_bytes
+        self.nbytes = nbytes
+        self.received = received
+        deadline = received + call.deadline_ms / 1000.0
+        self.work: Work[Job] = Work(self, received, deadline, {})
+        self.done: Done
+
+    def cancel(self) -> None:
+        """Nobody waits for this any more."""
+        self.work.cancelled = True
+
+    # The rest runs in the compute thread.
+
+    def prepare(self) -> None:
+        """Group the ids by expert, view the rows. Raises `Refused` for an expert not held or asked twice."""
+        call, plan = self.call, self.holdings[0].experts.plan
+        parts: dict[ExpertKey, Part] = {}
+        output = 0
+        for holding, group in zip(self.holdings, call.groups, strict=True):
+            at = 0
+            for row, count in enumerate(group.counts):
+                for expert in group.ids[at : at + count]:
+                    key = (holding, call.layer, expert)
+                    part = parts.get(key)
+                    if part is None:
+                        if not holding.experts.holds(call.layer, expert):
+                            raise Refused(
+                                "not_mine",
+                                f"layer {call.layer}, expert {expert} is not in {holding.experts.window}",
+                            )
+                        part = parts[key] = Part()
+                    if part.rows and part.rows[-1] >= row:
+                        raise Refused("bad_request", f"row {row} asks for expert {expert} twice")
+                    part.rows.append(row)
+                    part.outputs.append(output)
+                    output += 1
+                at += count
+        self.work.parts = parts
+        self._rows = bytes_to_rows(call.rows, call.row_count, plan.width, plan.wire_dtype).float()
+        kept = torch.float32 if call.weights is not None else WIRE_TORCH[plan.wire_dtype]
+        self._outputs = torch.empty(output, plan.width, dtype=kept)
+
+    def inputs(self, key: ExpertKey) -> Tensor:
+        """The fp32 rows that this job wants `key` to run on."""
+        part = self.work.parts[key]
+        if len(part.rows) == self._rows.shape[0]:
+            return self._rows  # rows rise (see prepare), so these are all of them
+        return self._rows[part.rows]
+
+    def store(self, key: ExpertKey, outputs: Tensor) -> None:
+        """Put `key`'s fp32 outputs where they belong, rounded to the wire dtype (not yet if weighted)."""
+        places = self.work.parts[key].outputs
+        if len(places) == 1:
+            self._outputs[places[0]].copy_(outputs[0])
+        else:
+            self._outputs[places] = outputs.to(self._outputs.dtype)
+
+    def reply(self, now: float) -> Reply:
+        """The answer, once every expert has run."""
+        started = self.work.started if self.work.started is not None else now
+        outputs = self._outputs if self.call.weights is None else self._partial_sums(self.call.weights)
+        return Reply(
+            self.call.id,
+            outputs.shape[0],
+            max(0, round((now - started) * 1e6)),
+            max(0, round((started - self.received) * 1e6)),
+            rows_to_bytes(outputs),
+            weighted=self.call.weights is not None,
+        )
+
+    def _partial_sums(self, weights: bytes | bytearray | memoryview) -> Tensor:
+        """One row a request row instead of one an id (see `tensors.partial_sums`), rounded once."""
+        call, plan = self.call, self.holdings[0].experts.plan
+        rows = [row for group in call.groups for row, n in enumerate(group.counts) for _ in range(n)]
+        sums = partial_sums(self._outputs, bytes_to_floats(weights, call.id_count), rows, call.row_count)
+        return sums.to(WIRE_TORCH[plan.wire_dtype])
+
+
+class Compute:
+    """The thread that runs experts. `start`, then `submit` from that loop, then `stop`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._batcher: Batcher[Job] = Batcher()
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread; outcomes are delivered on `loop`."""
+        assert self._thread is None
+        self._loop = loop
+        self._thread = threading.Thread(target=self._run, name="kvasir-compute", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the expert that runs now; jobs that wait get no outcome. Blocks until then."""
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def submit(self, job: Job, done: Done) -> None:
+        """Hand over a job; `done(job, outcome)` is called on the loop, once."""
+        job.done = done
+        self._inbox.put(job)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._absorb():
+                step = self._batcher.next_step(self._clock())
+                if isinstance(step, Drop):
+                    late = Refused("expired", "the call's deadline passed before its turn came")
+                    self._deliver(step.work.owner, late if step.reason == "expired" else None)
+                elif step is not None:
+                    self._step(step)
+
+    def _absorb(self) -> bool:
+        """Take in every job that waits; blocks while there is nothing to do. False: stop."""
+        while True:
+            try:
+                job = self._inbox.get(block=not self._batcher)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            try:
+                job.prepare()
+            except KvasirError as error:
+                self._deliver(job, error if isinstance(error, Refused) else Refused(error.code, str(error)))
+            else:
+                self._batcher.add(job.work)
+
+    def _step(self, run: Run[Job]) -> None:
+        try:
+            self._run_expert(run)
+        except Exception as error:  # the boundary of one batch: a fault of ours fails its calls, no others
+            log.exception("batch.failed", layer=run.key[1], expert=run.key[2], jobs=len(run.works))
+            for work in run.works:
+                self._batcher.abandon(work)
+                self._deliver(work.owner, Refused("internal", f"the expert failed to run: {error}"))
+            return
+        for work in self._batcher.done(run):
+            self._deliver(work.owner, work.owner.reply(self._clock()))
+
+    def _run_expert(self, run: Run[Job]) -> None:
+        key = run.key
+        jobs = [work.owner for work in run.works]
+        inputs = [job.inputs(key) for job in jobs]
+        rows = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+        holding: Holding = key[0]  # type: ignore[assignment]
+        outputs = holding.experts.run(key[1], key[2], rows)
+        at = 0
+        for job, part in zip(jobs, inputs, strict=True):
+            job.store(key, outputs[at : at + part.shape[0]])
+            at += part.shape[0]
+
+    def _deliver(self, job: Job, outcome: Outcome) -> None:
+        self._loop.call_soon_threadsafe(job.done, job, outcome)

@@ -1,0 +1,121 @@
+"""What a node may be told: one documented line a setting, checked when it is made.
+
+Knows no environment and no arguments (those are read in `cli`) and nothing of this machine (`device`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from market.plans import PRECISIONS
+from relay.errors import ConfigError
+from relay.links import JoinLink
+
+from .sources import HUB
+from .weights import FetchConfig
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a text such as "4GB" (10^9), "512MiB" (2^20) or "1000000". Raises `ConfigError`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: write for example 4GB, 512MiB or 1000000")
+    number, unit, binary = match.groups()
+    size = float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()]
+    if not math.isfinite(size) or size >= 2**63:
+        raise ConfigError(f"{text!r} is more than any machine has")
+    return int(size)
+
+
+def format_size(size: float) -> str:
+    """Bytes for a person: 1.5 GB, 312 kB, 17 B (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """All settings of one node daemon."""
+
+    join: JoinLink
+    """The market's URL and, if the link has it, the swarm's root key."""
+    state_dir: Path
+    """Folder of this node's keys, grants, receipts, cache and log; one daemon at a time."""
+    name: str = ""
+    """A name for people, shown by `kvasir-node status` and in every log line; empty: none."""
+    wallet: Path | None = None
+    """The wallet's key file; None: `wallet.json` in the state folder, made if it is not there."""
+    budget_bytes: int | None = None
+    """Memory for experts, in bytes; None: half of what is free at the start."""
+    precision: str = "auto"
+    """"stored", "bf16", "int8" or "int4": how experts are kept; "auto": as stored, else what fits."""
+    cache_dir: Path | None = None
+    """Folder of the weight cache; None: `cache` in the state folder."""
+    cache_bytes: int | None = None
+    """Hard cap of the weight cache; None: as much as the disk has, less the reserve."""
+    reserve_bytes: int = 1_000_000_000
+    """Bytes of the disk that the cache leaves free."""
+    mirrors: tuple[str, ...] = ()
+    """HTTP servers with the model's files, asked as well as the backbone."""
+    hub: bool = True
+    """Whether weights of a hub model may also come from the Hugging Face hub."""
+    hub_endpoint: str = HUB
+    """The hub's URL."""
+    hub_token: str | None = field(default=None, repr=False)
+    """A token for gated hub models."""
+    threads: int = 1
+    """Threads of the expert computation."""
+    nice: int = 5
+    """Lowers this process's priority: the owner's programs go first (0: not at all, 19: most)."""
+    heartbeat_s: float = 20.0
+    """Seconds between two heartbeats, +-10 %."""
+    drain_s: float = 20.0
+    """Seconds that calls in flight get to finish when the daemon stops."""
+    handshake_s: float = 10.0
+    """Seconds for a backbone to finish the handshake on a new circuit."""
+    max_sessions: int = 16
+    """Sessions with backbones at once; more circuits are closed with a reason."""
+    fetch: FetchConfig = field(default_factory=FetchConfig)
+    """How weights are fetched."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("auto", *PRECISIONS):
+            raise ConfigError(f"--precision is auto, {', '.join(PRECISIONS)}; not {self.precision!r}")
+        for name, size in (("--budget", self.budget_bytes), ("--cache-bytes", self.cache_bytes)):
+            if size is not None and size <= 0:
+                raise ConfigError(f"{name} must be more than nothing")
+        if self.reserve_bytes < 0:
+            raise ConfigError("the disk reserve cannot be negative")
+        if not 1 <= self.threads <= 1024:
+            raise ConfigError("--threads is from 1 to 1024")
+        if not 0 <= self.nice <= 19:
+            raise ConfigError("--nice is from 0 to 19")
+        if min(self.heartbeat_s, self.drain_s, self.handshake_s) <= 0:
+            raise ConfigError("heartbeat, drain and handshake times must be positive")
+        if self.max_sessions < 1:
+            raise ConfigError("a node needs one session at least")
+        if len(self.name) > 64 or not self.name.isprintable():
+            raise ConfigError("--name is at most 64 printable characters")
+        for mirror in self.mirrors:
+            if not mirror.startswith(("http://", "https://")):
+                raise ConfigError(f"the mirror {mirror!r} is not an http or https URL")
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where the weight cache is."""
+        return self.cache_dir or self.state_dir / "cache"
+
+    @property
+    def wallet_file(self) -> Path:
+        """Where the wallet's key is."""
+        return self.wallet or self.state_dir / "wallet.json"

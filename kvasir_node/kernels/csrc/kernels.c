@@ -1,0 +1,425 @@
+/* Expert matrices on a CPU: packing, few-row products, the gated FFN. See kvasir.h for layouts and order.
+ * One translation unit; each instruction set is chosen by function attributes, so no machine flags are needed,
+ * and picked at run time by kv_isa_supported. C11 with GNU attributes: GCC or Clang. */
+#include "kvasir.h"
+
+/* ---- plain C ---- */
+#define KV(name) portable_##name
+#define KV_TARGET
+#include "portable.h"
+#include "body.h"
+#undef KV
+#undef KV_TARGET
+
+#if defined(__x86_64__) || defined(__amd64__)
+#define KV_X86 1
+#include <immintrin.h>
+
+/* ---- AVX2 with FMA ---- */
+#define KV(name) avx2_##name
+#define KV_TARGET __attribute__((target("avx2,fma")))
+#define VL 8
+#define WIDE 4
+#define NARROW 2
+#define MANY 4
+#define V __m256
+#define U __m256i
+#define v_zero() _mm256_setzero_ps()
+#define v_load(p) _mm256_loadu_ps(p)
+#define v_store(p, a) _mm256_storeu_ps(p, a)
+#define v_set(f) _mm256_set1_ps(f)
+#define v_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define v_add(a, b) _mm256_add_ps(a, b)
+#define v_mul(a, b) _mm256_mul_ps(a, b)
+#define v_low16(u) _mm256_castsi256_ps(_mm256_slli_epi32(u, 16))
+#define v_high16(u) _mm256_castsi256_ps(_mm256_and_si256(u, _mm256_set1_epi32((int)0xffff0000u)))
+#define v_bf16(p) \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define u_load(p) _mm256_loadu_si256((const __m256i *)(p))
+#define u_low4(u) _mm256_and_si256(u, _mm256_set1_epi8(15))
+#define u_high4(u) _mm256_and_si256(_mm256_srli_epi16(u, 4), _mm256_set1_epi8(15))
+#define W8 __m256i
+#define S8 __m256i
+#define s8_zero() _mm256_setzero_si256()
+#define s8_load(p) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p)))
+#define s8_dot(s, w, pair) _mm256_add_epi32(s, _mm256_madd_epi16(w, _mm256_set1_epi32(pair)))
+#define s8_value(s) _mm256_cvtepi32_ps(s)
+#define S4 __m256i /* 16-bit pairs: eight steps of at most 2 * 15 * 127 fit */
+#define s4_zero() _mm256_setzero_si256()
+#define s4_dot(s, w, four) _mm256_add_epi16(s, _mm256_maddubs_epi16(w, _mm256_set1_epi32(four)))
+#define s4_value(s) _mm256_cvtepi32_ps(_mm256_madd_epi16(s, _mm256_set1_epi16(1)))
+#include "vector.h"
+#include "body.h"
+#undef KV
+#undef KV_TARGET
+#undef VL
+#undef WIDE
+#undef NARROW
+#undef MANY
+#undef V
+#undef U
+#undef v_zero
+#undef v_load
+#undef v_store
+#undef v_set
+#undef v_fma
+#undef v_add
+#undef v_mul
+#undef v_low16
+#undef v_high16
+#undef v_bf16
+#undef u_load
+#undef u_low4
+#undef u_high4
+#undef W8
+#undef S8
+#undef s8_zero
+#undef s8_load
+#undef s8_dot
+#undef s8_value
+#undef S4
+#undef s4_zero
+#undef s4_dot
+#undef s4_value
+
+/* ---- AVX-512, without and with VNNI ---- */
+#define VL 16
+#define WIDE 2
+#define NARROW 2
+#define MANY 8
+#define V __m512
+#define U __m512i
+#define v_zero() _mm512_setzero_ps()
+#define v_load(p) _mm512_loadu_ps(p)
+#define v_store(p, a) _mm512_storeu_ps(p, a)
+#define v_set(f) _mm512_set1_ps(f)
+#define v_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define v_add(a, b) _mm512_add_ps(a, b)
+#define v_mul(a, b) _mm512_mul_ps(a, b)
+#define v_low16(u) _mm512_castsi512_ps(_mm512_slli_epi32(u, 16))
+#define v_high16(u) _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32((int)0xffff0000u)))
+#define v_bf16(p) \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define u_load(p) _mm512_loadu_si512((const void *)(p))
+#define u_low4(u) _mm512_and_si512(u, _mm512_set1_epi8(15))
+#define u_high4(u) _mm512_and_si512(_mm512_srli_epi16(u, 4), _mm512_set1_epi8(15))
+#define W8 __m512i
+#define S8 __m512i
+#define s8_zero() _mm512_setzero_si512()
+#define s8_load(p) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p)))
+#define s8_value(s) _mm512_cvtepi32_ps(s)
+#define S4 __m512i
+#define s4_zero() _mm512_setzero_si512()
+
+#define KV(name) avx512_##name
+#define KV_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define s8_dot(s, w, pair) _mm512_add_epi32(s, _mm512_madd_epi16(w, _mm512_set1_epi32(pair)))
+#define s4_dot(s, w, four) _mm512_add_epi16(s, _mm512_maddubs_epi16(w, _mm512_set1_epi32(four)))
+#define s4_value(s) _mm512_cvtepi32_ps(_mm512_madd_epi16(s, _mm512_set1_epi16(1)))
+#include "vector.h"
+#include "body.h"
+#undef KV
+#undef KV_TARGET
+#undef s8_dot
+#undef s4_dot
+#undef s4_value
+
+#define KV(name) vnni_##name
+#define KV_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
+#define s8_dot(s, w, pair) _mm512_dpwssd_epi32(s, w, _mm512_set1_epi32(pair))
+#define s4_dot(s, w, four) _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(four))
+#define s4_value(s) _mm512_cvtepi32_ps(s)
+#include "vector.h"
+#include "body.h"
+#undef KV
+#undef KV_TARGET
+
+#elif defined(__aarch64__) && !defined(__AARCH64EB__)
+#define KV_NEON 1
+#include <arm_neon.h>
+
+/* ---- NEON ---- */
+typedef struct { int32x4_t a, b; } kv_pairs32; /* outputs 0 and 1, outputs 2 and 3; two partial sums each */
+typedef struct { int16x8_t a, b; } kv_fours16; /* outputs 0 and 1, outputs 2 and 3; four partial sums each */
+
+KV_INLINE kv_pairs32 neon_s8_dot(kv_pairs32 s, int16x8_t w, int32_t pair)
+{
+    int16x4_t x = vreinterpret_s16_s32(vdup_n_s32(pair));
+    s.a = vmlal_s16(s.a, vget_low_s16(w), x);
+    s.b = vmlal_s16(s.b, vget_high_s16(w), x);
+    return s;
+}
+
+KV_INLINE kv_fours16 neon_s4_dot(kv_fours16 s, uint8x16_t w, int32_t four)
+{
+    int8x8_t x = vreinterpret_s8_s32(vdup_n_s32(four));
+    int8x16_t q = vreinterpretq_s8_u8(w);
+    s.a = vmlal_s8(s.a, vget_low_s8(q), x);
+    s.b = vmlal_s8(s.b, vget_high_s8(q), x);
+    return s;
+}
+
+#define KV(name) neon_##name
+#define KV_TARGET
+#define VL 4
+#define WIDE 8
+#define NARROW 4
+#define MANY 4
+#define V float32x4_t
+#define U uint8x16_t
+#define v_zero() vdupq_n_f32(0.0f)
+#define v_load(p) vld1q_f32(p)
+#define v_store(p, a) vst1q_f32(p, a)
+#define v_set(f) vdupq_n_f32(f)
+#define v_fma(a, b, c) vfmaq_f32(c, a, b)
+#define v_add(a, b) vaddq_f32(a, b)
+#define v_mul(a, b) vmulq_f32(a, b)
+#define v_low16(u) vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(u), 16))
+#define v_high16(u) vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(u), vdupq_n_u32(0xffff0000u)))
+#define v_bf16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))
+#define u_load(p) vld1q_u8(p)
+#define u_low4(u) vandq_u8(u, vdupq_n_u8(15))
+#define u_high4(u) vshrq_n_u8(u, 4)
+#define W8 int16x8_t
+#define S8 kv_pairs32
+#define s8_zero() ((kv_pairs32){vdupq_n_s32(0), vdupq_n_s32(0)})
+#define s8_load(p) vmovl_s8(vld1_s8((const int8_t *)(p)))
+#define s8_dot(s, w, pair) neon_s8_dot(s, w, pair)
+#define s8_value(s) vcvtq_f32_s32(vpaddq_s32(s.a, s.b))
+#define S4 kv_fours16
+#define s4_zero() ((kv_fours16){vdupq_n_s16(0), vdupq_n_s16(0)})
+#define s4_dot(s, w, four) neon_s4_dot(s, w, four)
+#define s4_value(s) vcvtq_f32_s32(vpaddq_s32(vpaddlq_s16(s.a), vpaddlq_s16(s.b)))
+#include "vector.h"
+#include "body.h"
+#undef KV
+#undef KV_TARGET
+#endif
+
+/* ---- the instruction sets, best last ---- */
+typedef struct {
+    const char *name;
+    int (*supported)(void);
+    void (*prepare)(int, int, const float *, ptrdiff_t, int, uint8_t *, kv_rows *);
+    void (*linear)(const kv_matrix *, const kv_rows *, int, float *, ptrdiff_t, int, int, float *);
+    void (*silu_mul)(float *, const float *, ptrdiff_t);
+} kv_isa;
+
+static int kv_always(void) { return 1; }
+
+#if KV_X86
+static int kv_has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+static int kv_has_avx512(void)
+{
+    return kv_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+static int kv_has_vnni(void) { return kv_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#endif
+
+#define ISA(name, supported) {#name, supported, name##_prepare, name##_linear, name##_silu_mul}
+static const kv_isa kv_isas[] = {
+    ISA(portable, kv_always),
+#if KV_X86
+    ISA(avx2, kv_has_avx2),
+    ISA(avx512, kv_has_avx512),
+    ISA(vnni, kv_has_vnni),
+#elif KV_NEON
+    ISA(neon, kv_always),
+#endif
+};
+
+enum { KV_ISAS = sizeof kv_isas / sizeof *kv_isas };
+
+KV_API int32_t kv_isa_count(void) { return KV_ISAS; }
+KV_API const char *kv_isa_name(int32_t isa) { return isa >= 0 && isa < KV_ISAS ? kv_isas[isa].name : ""; }
+
+KV_API int32_t kv_isa_supported(int32_t isa)
+{
+#if KV_X86
+    __builtin_cpu_init();
+#endif
+    return isa >= 0 && isa < KV_ISAS && kv_isas[isa].supported();
+}
+
+/* Whether plain C has a fused multiply-add in hardware here; without, it is right but very slow. */
+KV_API int32_t kv_portable_is_fast(void)
+{
+#if defined(__FP_FAST_FMAF)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* ---- packing ---- */
+KV_API int64_t kv_packed_bytes(int32_t kind, int32_t out, int32_t in)
+{
+    return (int64_t)((out + PANEL - 1) / PANEL) * kv_panel_bytes(kind, in);
+}
+
+typedef struct {
+    int kind, out, in;
+    uint8_t *values;   /* f32, bf16, int8: [out][in]; int4: [out][ceil(in/32) * 16] */
+    uint8_t *scale;    /* int8: float [out][blocks]; int4: bf16 [out][blocks] */
+    uint8_t *minimum;  /* int4: bf16 [out][blocks] */
+} kv_plain;
+
+/* One element between the plain and the packed form, in the direction `unpack` says. */
+#define MOVE(TYPE, PLAIN, PACKED)                                \
+    do {                                                         \
+        TYPE *plain_ = (TYPE *)(PLAIN), *packed_ = (TYPE *)(PACKED); \
+        if (unpack)                                              \
+            *plain_ = *packed_;                                  \
+        else                                                     \
+            *packed_ = *plain_;                                  \
+    } while (0)
+
+static void kv_move_int4(const kv_plain *m, int o, int b, int width, uint8_t *q, int lane, int unpack)
+{
+    uint8_t *group = m->values + (ptrdiff_t)o * ((m->in + 31) / 32 * 16) + b * 16;
+    for (int e = 0; e < width; e++) {
+        uint8_t *plain = group + (e & 15), *packed = q + e / 8 * PANEL * 4 + lane * 4 + (e & 3);
+        int plain_shift = e & 16 ? 4 : 0, packed_shift = e & 4 ? 4 : 0;
+        if (unpack)
+            *plain = (uint8_t)(*plain | ((*packed >> packed_shift) & 15) << plain_shift);
+        else
+            *packed = (uint8_t)(*packed | ((*plain >> plain_shift) & 15) << packed_shift);
+    }
+}
+
+static void kv_move_block(const kv_plain *m, int p, int b, uint8_t *packed, int unpack)
+{
+    int step = kv_block(m->kind), width = kv_min(step, m->in - b * step);
+    int lanes = kv_min(PANEL, m->out - p * PANEL), blocks = (m->in + step - 1) / step;
+    for (int lane = 0; lane < lanes; lane++) {
+        ptrdiff_t o = (ptrdiff_t)p * PANEL + lane, at = o * m->in + b * step, cell = o * blocks + b;
+        switch (m->kind) {
+        case KV_F32:
+            for (int k = 0; k < width; k++) MOVE(uint32_t, m->values + (at + k) * 4, packed + (k * PANEL + lane) * 4);
+            break;
+        case KV_BF16:
+            for (int k = 0; k < width; k++)
+                MOVE(uint16_t, m->values + (at + k) * 2, packed + (k / 2 * PANEL + lane) * 4 + k % 2 * 2);
+            break;
+        case KV_INT8:
+            MOVE(uint32_t, m->scale + cell * 4, packed + lane * 4);
+            for (int k = 0; k < width; k++)
+                MOVE(uint8_t, m->values + at + k, packed + PANEL * 4 + (k / 2 * PANEL + lane) * 2 + k % 2);
+            break;
+        default:
+            MOVE(uint16_t, m->scale + cell * 2, packed + lane * 2);
+            MOVE(uint16_t, m->minimum + cell * 2, packed + PANEL * 2 + lane * 2);
+            kv_move_int4(m, (int)o, b, width, packed + PANEL * 4, lane, unpack);
+        }
+    }
+}
+
+/* Packs or unpacks panels [begin, end). The target must be zeroed first; plain pointers are those of output 0. */
+KV_API void kv_repack(int32_t kind, int32_t out, int32_t in, void *values, void *scale, void *minimum, void *packed,
+                      int32_t begin, int32_t end, int32_t unpack)
+{
+    kv_plain m = {kind, out, in, values, scale, minimum};
+    int step = kv_block(kind), blocks = (in + step - 1) / step;
+    uint8_t *at = (uint8_t *)packed + begin * kv_panel_bytes(kind, in);
+    for (int p = begin; p < end; p++)
+        for (int b = 0; b < blocks; b++) {
+            kv_move_block(&m, p, b, at, unpack);
+            at += kv_block_bytes(kind, kv_min(step, in - b * step));
+        }
+}
+
+/* ---- products ---- */
+static ptrdiff_t kv_rows_bytes(int kind, int in, int n)
+{
+    ptrdiff_t step = kv_block(kind), blocks = (in + step - 1) / step;
+    if (kind == KV_F32 || kind == KV_BF16) return kv_up((ptrdiff_t)n * (in + 1) * 4, 64);
+    return 2 * kv_up(n * blocks, 16) * 4 + kv_up((ptrdiff_t)n * blocks * step * 2, 64);
+}
+
+KV_API int64_t kv_linear_scratch(const kv_matrix *m, int32_t n)
+{
+    return ROWS * PANEL * 4 + kv_rows_bytes(m->kind, m->in, kv_min(n, ROWS));
+}
+
+/* y[n, out] (rows `y_stride` floats apart), outputs of panels [begin, end), from x[n, in]. */
+KV_API void kv_linear(int32_t isa, const kv_matrix *m, const float *x, int64_t x_stride, int32_t n, float *y,
+                      int64_t y_stride, int32_t begin, int32_t end, uint8_t *scratch)
+{
+    const kv_isa *with = &kv_isas[isa];
+    float *total = (float *)scratch;
+    for (int r = 0; r < n; r += ROWS) {
+        kv_rows rows;
+        int some = kv_min(ROWS, n - r);
+        with->prepare(m->kind, m->in, x + r * x_stride, x_stride, some, scratch + ROWS * PANEL * 4, &rows);
+        with->linear(m, &rows, some, y + r * y_stride, y_stride, begin, end, total);
+    }
+}
+
+KV_API void kv_silu_mul(int32_t isa, float *gate, const float *up, int64_t n) { kv_isas[isa].silu_mul(gate, up, n); }
+
+typedef struct {
+    kv_matrix gate, up, down;
+} kv_expert;
+
+KV_API int64_t kv_ffn_scratch(const kv_expert *e, int32_t n)
+{
+    int some = kv_min(n, ROWS);
+    ptrdiff_t rows = kv_rows_bytes(e->gate.kind, e->gate.in, some), up = kv_rows_bytes(e->up.kind, e->up.in, some);
+    ptrdiff_t down = kv_rows_bytes(e->down.kind, e->down.in, some);
+    rows = up > rows ? up : rows;
+    rows = down > rows ? down : rows;
+    return ROWS * PANEL * 4 + rows + 2 * kv_up((ptrdiff_t)some * e->gate.out * 4, 64) +
+           kv_up((ptrdiff_t)some * e->gate.in * 4, 64);
+}
+
+static void kv_panels(const kv_isa *with, const kv_matrix *m, const kv_rows *rows, int n, float *y, float *total)
+{
+    with->linear(m, rows, n, y, m->out, 0, (m->out + PANEL - 1) / PANEL, total);
+}
+
+/* down(silu(gate(x)) * up(x)) for at most ROWS contiguous rows. */
+static void kv_ffn_some(const kv_isa *with, const kv_expert *e, const float *x, int n, float *y, uint8_t *scratch)
+{
+    int width = e->gate.out;
+    ptrdiff_t part = kv_up((ptrdiff_t)n * width * 4, 64);
+    float *total = (float *)scratch, *gate = (float *)(scratch + ROWS * PANEL * 4);
+    float *up = (float *)((uint8_t *)gate + part);
+    uint8_t *rest = (uint8_t *)up + part;
+    kv_rows rows;
+    with->prepare(e->gate.kind, e->gate.in, x, e->gate.in, n, rest, &rows);
+    kv_panels(with, &e->gate, &rows, n, gate, total);
+    if (e->up.kind != e->gate.kind) with->prepare(e->up.kind, e->up.in, x, e->up.in, n, rest, &rows);
+    kv_panels(with, &e->up, &rows, n, up, total);
+    with->silu_mul(gate, up, (ptrdiff_t)n * width);
+    with->prepare(e->down.kind, width, gate, width, n, rest, &rows);
+    kv_panels(with, &e->down, &rows, n, y, total);
+}
+
+/* For each of `groups` experts, its `counts[g]` rows of x (contiguous rows; taken at `index` where it is given, else
+ * in order from row 0 for every expert). y holds the groups' outputs one after another. */
+KV_API void kv_ffn(int32_t isa, const kv_expert *const *experts, const int32_t *counts, int32_t groups,
+                   const int32_t *index, const float *x, float *y, uint8_t *scratch)
+{
+    const kv_isa *with = &kv_isas[isa];
+    for (int g = 0; g < groups; g++) {
+        const kv_expert *e = experts[g];
+        ptrdiff_t in = e->gate.in, out = e->down.out;
+        for (int r = 0; r < counts[g]; r += ROWS) {
+            int some = kv_min(ROWS, counts[g] - r);
+            const float *from = x + r * in;
+            uint8_t *rest = scratch;
+            if (index) {
+                float *gathered = (float *)scratch;
+                for (int i = 0; i < some; i++) memcpy(gathered + i * in, x + index[r + i] * in, (size_t)in * 4);
+                from = gathered;
+                rest += kv_up(some * in * 4, 64);
+            }
+            kv_ffn_some(with, e, from, some, y, rest);
+            y += some * out;
+        }
+        if (index) index += counts[g];
+    }
+}

@@ -1,0 +1,178 @@
+/* The tiles in vectors. The includer defines, for its instruction set:
+ *   KV(name), KV_TARGET, VL (fp32 lanes), V, U (32-bit lanes), and
+ *   v_zero v_load v_store v_set v_fma v_add v_mul     fp32; v_fma(a, b, c) = a * b + c, rounded once
+ *   v_low16(U), v_high16(U)                           the bf16 in the low or high half of each lane
+ *   v_bf16(p)                                         VL bf16 from memory
+ *   u_load, u_low4, u_high4                           32-bit lanes; low and high four bits of each byte
+ *   S8 s8_zero s8_load(p) s8_dot(s, w, pair) s8_value sums of int8 x int16 pairs
+ *   S4 s4_zero s4_dot(s, w, four) s4_value            sums of uint4 x int8 fours, 32 inputs at most
+ *   WIDE, NARROW    vectors of a panel taken at once for one row, and for several
+ *   MANY            rows of the largest tile: 8 or 4
+ * A tile holds R rows by C vectors in registers; R and C are constants where it is inlined. */
+
+#define UNROLL _Pragma("GCC unroll 8") /* so that the arrays of a tile become registers */
+#define PREFETCH(p) __builtin_prefetch((const char *)(p) + 2048)
+
+KV_TARGET KV_INLINE void KV(f32_rc)(const int R, const int C, const uint8_t *w, const float *x, ptrdiff_t stride, int n,
+                                    float *total)
+{
+    V s[MANY][WIDE];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) s[r][c] = v_zero();
+    const float *weight = (const float *)w;
+    for (int k = 0; k < n; k++, weight += PANEL) {
+        V wv[WIDE];
+        if (R == 1)
+            for (int c = 0; c < C; c += 16 / VL) PREFETCH(weight + c * VL);
+        for (int c = 0; c < C; c++) wv[c] = v_load(weight + c * VL);
+        for (int r = 0; r < R; r++) {
+            V xv = v_set(x[r * stride + k]);
+            for (int c = 0; c < C; c++) s[r][c] = v_fma(wv[c], xv, s[r][c]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            float *t = total + r * PANEL + c * VL;
+            v_store(t, v_add(v_load(t), s[r][c]));
+        }
+}
+
+KV_TARGET KV_INLINE void KV(bf16_rc)(const int R, const int C, const uint8_t *w, const float *x, ptrdiff_t stride, int n,
+                                     float *total)
+{
+    V s[MANY][WIDE];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) s[r][c] = v_zero();
+    for (int k = 0; k < n; k += 2, w += PANEL * 4) {
+        V even[WIDE], odd[WIDE];
+        if (R == 1)
+            for (int c = 0; c < C; c += 16 / VL) PREFETCH(w + c * VL * 4);
+        for (int c = 0; c < C; c++) {
+            U pair = u_load(w + c * VL * 4);
+            even[c] = v_low16(pair);
+            odd[c] = v_high16(pair);
+        }
+        for (int r = 0; r < R; r++) {
+            V x0 = v_set(x[r * stride + k]), x1 = v_set(x[r * stride + k + 1]);
+            for (int c = 0; c < C; c++) s[r][c] = v_fma(even[c], x0, s[r][c]);
+            for (int c = 0; c < C; c++) s[r][c] = v_fma(odd[c], x1, s[r][c]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            float *t = total + r * PANEL + c * VL;
+            v_store(t, v_add(v_load(t), s[r][c]));
+        }
+}
+
+/* `w` is the panel's block, `c0` the first output of the tile in it. */
+KV_TARGET KV_INLINE void KV(int8_rc)(const int R, const int C, const uint8_t *w, int c0, const int16_t *a,
+                                     ptrdiff_t stride, int n, const float *unit, ptrdiff_t blocks, float *total)
+{
+    S8 s[MANY][WIDE];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) s[r][c] = s8_zero();
+    const uint8_t *q = w + PANEL * 4 + c0 * 2;
+    for (int k = 0; k < n; k += 2, q += PANEL * 2) {
+        W8 wv[WIDE];
+        if (R == 1) PREFETCH(q);
+        for (int c = 0; c < C; c++) wv[c] = s8_load(q + c * VL * 2);
+        for (int r = 0; r < R; r++) {
+            int32_t pair = kv_load32(a + r * stride + k);
+            for (int c = 0; c < C; c++) s[r][c] = s8_dot(s[r][c], wv[c], pair);
+        }
+    }
+    for (int c = 0; c < C; c++) {
+        V scale = v_load((const float *)w + c0 + c * VL);
+        for (int r = 0; r < R; r++) {
+            float *t = total + r * PANEL + c0 + c * VL;
+            V step = v_mul(scale, v_set(unit[r * blocks]));
+            v_store(t, v_fma(s8_value(s[r][c]), step, v_load(t)));
+        }
+    }
+}
+
+KV_TARGET KV_INLINE void KV(int4_rc)(const int R, const int C, const uint8_t *w, int c0, const int8_t *a,
+                                     ptrdiff_t stride, int n, const float *unit, const float *sum, ptrdiff_t blocks,
+                                     float *total)
+{
+    S4 s[MANY][WIDE];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) s[r][c] = s4_zero();
+    const uint8_t *q = w + PANEL * 4 + c0 * 4;
+    for (int k = 0; k < n; k += 8, q += PANEL * 4) {
+        U low[WIDE], high[WIDE];
+        if (R == 1)
+            for (int c = 0; c < C; c += 16 / VL) PREFETCH(q + c * VL * 4);
+        for (int c = 0; c < C; c++) {
+            U both = u_load(q + c * VL * 4);
+            low[c] = u_low4(both);
+            high[c] = u_high4(both);
+        }
+        for (int r = 0; r < R; r++) {
+            int32_t a0 = kv_load32(a + r * stride + k), a1 = kv_load32(a + r * stride + k + 4);
+            for (int c = 0; c < C; c++) s[r][c] = s4_dot(s[r][c], low[c], a0);
+            for (int c = 0; c < C; c++) s[r][c] = s4_dot(s[r][c], high[c], a1);
+        }
+    }
+    for (int c = 0; c < C; c++) {
+        const uint16_t *scales = (const uint16_t *)w + c0 + c * VL;
+        V scale = v_bf16(scales), low = v_bf16(scales + PANEL);
+        for (int r = 0; r < R; r++) {
+            float *t = total + r * PANEL + c0 + c * VL;
+            V step = v_mul(scale, v_set(unit[r * blocks]));
+            V value = v_fma(s4_value(s[r][c]), step, v_load(t));
+            v_store(t, v_fma(low, v_set(sum[r * blocks]), value));
+        }
+    }
+}
+
+/* Rows in tiles of MANY, 4, 2 and 1; the panel's columns in steps of NARROW vectors (one row: WIDE). */
+#define EACH_TILE(CALL)                                                     \
+    int r = 0;                                                              \
+    if (MANY > 4)                                                           \
+        for (; rows - r >= MANY; r += MANY)                                 \
+            for (int c = 0; c < PANEL; c += NARROW * VL) CALL(MANY, NARROW) \
+    for (; rows - r >= 4; r += 4)                                           \
+        for (int c = 0; c < PANEL; c += NARROW * VL) CALL(4, NARROW)        \
+    if (rows - r >= 2) {                                                    \
+        for (int c = 0; c < PANEL; c += NARROW * VL) CALL(2, NARROW)        \
+        r += 2;                                                             \
+    }                                                                       \
+    if (rows - r == 1)                                                      \
+        for (int c = 0; c < PANEL; c += WIDE * VL) CALL(1, WIDE)
+
+KV_TARGET static void KV(tile_f32)(int rows, const uint8_t *w, const float *x, ptrdiff_t stride, int n, float *total)
+{
+#define CALL(R, C) KV(f32_rc)(R, C, w + c * 4, x + r * stride, stride, n, total + r * PANEL + c);
+    EACH_TILE(CALL)
+#undef CALL
+}
+
+KV_TARGET static void KV(tile_bf16)(int rows, const uint8_t *w, const float *x, ptrdiff_t stride, int n, float *total)
+{
+#define CALL(R, C) KV(bf16_rc)(R, C, w + c * 4, x + r * stride, stride, n, total + r * PANEL + c);
+    EACH_TILE(CALL)
+#undef CALL
+}
+
+KV_TARGET static void KV(tile_int8)(int rows, const uint8_t *w, const int16_t *a, ptrdiff_t stride, int n,
+                                    const float *unit, ptrdiff_t blocks, float *total)
+{
+#define CALL(R, C) KV(int8_rc)(R, C, w, c, a + r * stride, stride, n, unit + r * blocks, blocks, total + r * PANEL);
+    EACH_TILE(CALL)
+#undef CALL
+}
+
+KV_TARGET static void KV(tile_int4)(int rows, const uint8_t *w, const int8_t *a, ptrdiff_t stride, int n,
+                                    const float *unit, const float *sum, ptrdiff_t blocks, float *total)
+{
+#define CALL(R, C) \
+    KV(int4_rc)(R, C, w, c, a + r * stride, stride, n, unit + r * blocks, sum + r * blocks, blocks, total + r * PANEL);
+    EACH_TILE(CALL)
+#undef CALL
+}
+
+#undef EACH_TILE
+#undef PREFETCH
+#undef UNROLL

@@ -1,0 +1,214 @@
+"""A claimed window into memory: hashes, bytes, tensors; each step shown, each with a deadline.
+
+Knows the steps. Fetching is `weights`, tensors are `experts`, leases are the daemon's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+import aiohttp
+import psutil
+import structlog
+from yarl import URL
+
+from market.client import MarketClient
+from market.messages import Lease
+from market.plans import Plan, PlanId
+from market.requests import sign_request
+from relay.errors import KvasirError, Refused, Unreachable
+from relay.identity import SigningKey
+
+from .cache import WeightCache, WindowBytes
+from .config import NodeConfig, format_size
+from .execution import choose_execution, numerics_class
+from .experts import WindowExperts
+from .ffn import Execution
+from .sources import WeightSource, backbone_source, hub_source, mirror_source
+from .status import Backoff, WindowStatus
+from .weights import fetch_window
+
+log = structlog.get_logger("node")
+
+ATTEMPTS: Final = 8
+"""How often a window's fetch is started before the lease is given back."""
+
+
+class MemoryShort(KvasirError):  # noqa: N818 - a state of the machine, not a failure of ours
+    """The window does not fit in the memory that is free now."""
+
+    code = "quota"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWindow:
+    """A window in memory, and its bytes in the cache (which stored tensors may share)."""
+
+    experts: WindowExperts
+    bytes: WindowBytes
+
+    def close(self) -> None:
+        """Let the memory and the cache go; call when nothing runs on the experts any more."""
+        self.bytes.close()
+
+
+class Loader:
+    """Loads windows one after another. `compute` is the executor on which tensors are made."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        market: MarketClient,
+        key: SigningKey,
+        cache: WeightCache,
+        http: aiohttp.ClientSession,
+        compute: Executor,
+        rng: Random,
+    ) -> None:
+        self._config = config
+        self._market = market
+        self._key = key
+        self._cache = cache
+        self._http = http
+        self._compute = compute
+        self._rng = rng
+        self._plans: dict[PlanId, Plan] = {}
+        self._executions: dict[tuple[PlanId, str], tuple[Execution, str]] = {}
+
+    async def plan(self, plan_id: PlanId) -> Plan:
+        """The plan of that id, from the market once."""
+        if plan_id not in self._plans:
+            _, self._plans[plan_id] = await self._market.plan(plan_id)
+        return self._plans[plan_id]
+
+    async def numerics(self, plan_id: PlanId, precision: str) -> str:
+        """This device's numerics class for a plan, from a check on made-up experts; done once.
+
+        Raises `ConfigError` for a plan that this version cannot carry out.
+        """
+        return (await self._execution(plan_id, precision))[1]
+
+    async def load(self, lease: Lease, shown: WindowStatus, *, loading_deadline: float) -> LoadedWindow:
+        """Bring the window of `lease` into memory. `loading_deadline` is on the monotonic clock.
+
+        Raises `CacheFull`, `MemoryShort`, `Unreachable` (no hashes or bytes in time), `Refused` or
+        `ConfigError` (a plan that cannot be carried out).
+        """
+        plan = await self.plan(lease.plan)
+        execution, shown.numerics = await self._execution(lease.plan, lease.precision)
+        check_memory(plan.kept_bytes(lease.window, lease.precision))
+        shown.total_bytes = sum(part.nbytes for part in plan.window_ranges(lease.window))
+        hashes = await self._hashes(lease, loading_deadline)
+        data = await self._fetch(plan, lease, hashes, shown)
+        try:
+            shown.step = "making tensors"
+            loop = asyncio.get_running_loop()
+
+            def build() -> WindowExperts:
+                return WindowExperts.load(plan, lease.window, lease.precision, data.read, execution=execution)
+
+            experts = await loop.run_in_executor(self._compute, build)
+        except BaseException:
+            data.close()
+            raise
+        return LoadedWindow(experts, data)
+
+    async def _execution(self, plan_id: PlanId, precision: str) -> tuple[Execution, str]:
+        key = (plan_id, precision)
+        if key not in self._executions:
+            plan = await self.plan(plan_id)
+
+            def check() -> tuple[Execution, str]:
+                execution = choose_execution(plan, precision)
+                return execution, numerics_class(plan, precision, execution)
+
+            loop = asyncio.get_running_loop()
+            self._executions[key] = await loop.run_in_executor(self._compute, check)
+        return self._executions[key]
+
+    async def _hashes(self, lease: Lease, deadline: float) -> tuple[bytes, ...]:
+        """The window's chunk hashes; a backbone makes them at the window's first claim."""
+        backoff = Backoff(first_s=0.2, most_s=3.0)
+        while True:
+            try:
+                hashes = await self._market.hashes(lease.plan, lease.window)
+            except (Refused, Unreachable) as error:
+                if isinstance(error, Refused) and error.code not in ("not_found", "overloaded"):
+                    raise
+                wait = backoff.next_s(self._rng.random())
+                if time.monotonic() + wait > deadline:
+                    raise Unreachable(
+                        f"{lease.window}: no backbone made its hashes in time: {error}"
+                    ) from None
+                await asyncio.sleep(wait)
+            else:
+                return hashes.chunks
+
+    async def _fetch(
+        self, plan: Plan, lease: Lease, hashes: tuple[bytes, ...], shown: WindowStatus
+    ) -> WindowBytes:
+        def progress(done: int, total: int, rate: float) -> None:
+            shown.done_bytes, shown.total_bytes, shown.rate = done, total, rate
+
+        backoff = Backoff(first_s=1.0)
+        for attempt in range(1, ATTEMPTS + 1):
+            shown.step = "fetching"
+            try:
+                return await fetch_window(
+                    plan,
+                    lease.plan,
+                    lease.window,
+                    hashes,
+                    sources=await self.sources(plan, lease.plan, everything=attempt > 1),
+                    cache=self._cache,
+                    http=self._http,
+                    progress=progress,
+                    config=self._config.fetch,
+                    rng=self._rng,
+                )
+            except Unreachable as error:
+                if attempt == ATTEMPTS:
+                    raise
+                wait = backoff.next_s(self._rng.random())
+                shown.step = f"waiting to fetch again ({error})"
+                log.warning(
+                    "window.stalled", window=lease.window.name, reason=str(error), retry_s=round(wait, 1)
+                )
+                await asyncio.sleep(wait)
+        raise AssertionError("unreachable")
+
+    async def sources(
+        self, plan: Plan, plan_id: PlanId, *, everything: bool = False
+    ) -> tuple[WeightSource, ...]:
+        """Where this plan's bytes may come from: the address dialled, mirrors, the hub for a hub model;
+        with `everything`, also the market's other public addresses.
+        """
+        bases = [self._market.url]
+        if everything:
+            bases += [url for url in (await self._market.swarm()).public_urls if url not in bases]
+        found = [backbone_source(base, plan_id, self._sign) for base in bases]
+        found += [mirror_source(base, plan) for base in self._config.mirrors]
+        if plan.source != "local" and self._config.hub:
+            config = self._config
+            found.append(hub_source(plan, endpoint=config.hub_endpoint, token=config.hub_token))
+        return tuple({source.name: source for source in found}.values())
+
+    def _sign(self, method: str, url: URL) -> dict[str, str]:
+        return sign_request(self._key, method, url.raw_path_qs, now=time.time())
+
+
+def check_memory(need: int, *, free: Callable[[], int] | None = None) -> None:
+    """Raise `MemoryShort` unless `need` bytes of memory are free now."""
+    available = psutil.virtual_memory().available if free is None else free()
+    if need > available:
+        raise MemoryShort(
+            f"the window needs {format_size(need)} of memory and {format_size(available)} are free: close "
+            "something, or give a smaller --budget"
+        )
