@@ -1,0 +1,196 @@
+"""Whether a worker's outputs are right: cheap checks, proving calls, sampled audits and trust.
+
+Every reply is checked for shape, finite values and a norm band. The band only points at rows to look at: a
+row outside it is recomputed at once, before it is used. A sampled call has one random (row, expert)
+recomputed from the same weights at the replica's precision; the figure judged is d (see
+`kvasir_node.residual`), against a limit of the replica's numerics class. Samples are drawn after the reply,
+from the backbone's own secret randomness, so a worker cannot tell which call will be looked at.
+
+Pure, on torch: randomness is an argument. Knows no sessions, no market and no files.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvasir_node.residual import residual
+from market.plans import Plan
+from market.windows import Window
+
+LIMIT: Final = 1e-5
+"""Largest d of an honest reply, to start with."""
+
+LIMIT_INT8_ACTIVATIONS: Final = 1e-4
+"""The same where a numerics class declares int8 activations."""
+
+GROSS: Final = 0.05
+"""One d above this is enough for quarantine."""
+
+STRIKES: Final = 3
+"""So many violations within `STRIKE_WINDOW` audited rows are enough as well."""
+
+STRIKE_WINDOW: Final = 1000
+ALWAYS_FIRST: Final = 10
+"""All of a wallet's first valid calls are audited."""
+
+FLOOR_RATE: Final = 0.02
+"""After that a share of max(1 / valid calls, this)."""
+
+BAND_SLACK: Final = 16.0
+"""The norm band reaches this factor beyond the ratios seen."""
+
+PROVING_ROWS: Final = 4
+PROVING_EXPERTS: Final = 2
+"""A proving call sends so many random rows to so many random experts of each layer of the window."""
+
+Reference = Callable[[int, int, Tensor, str], Tensor]
+"""(layer, expert, rows [n, width], precision) -> outputs [n, width], computed here from the checkpoint."""
+
+
+def limit_of(numerics: str) -> float:
+    """The largest d of an honest replica of that numerics class (see `kvasir_node.experts.numerics_class`)."""
+    parts = numerics.split("/")
+    return LIMIT_INT8_ACTIVATIONS if len(parts) > 2 and parts[2] == "int8" else LIMIT
+
+
+def check_outputs(outputs: Tensor, count: int, width: int) -> str | None:
+    """Why `outputs` cannot be a reply of `count` rows of `width`, or None: shape and finite values."""
+    if tuple(outputs.shape) != (count, width):
+        return f"the reply has shape {tuple(outputs.shape)}, expected ({count}, {width})"
+    # A sum is finite iff no element is NaN or infinite, or it overflows: only then look at each.
+    if not bool(torch.isfinite(outputs.sum(dtype=torch.float64))) and not bool(torch.isfinite(outputs).all()):
+        return "the reply has values that are not finite"
+    return None
+
+
+class NormBand:
+    """The ratio |output| / |row| that the experts of each layer produce, learnt from trusted outputs only."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def learn(self, layer: int, rows: Tensor, outputs: Tensor) -> None:
+        """Widen the layer's band to hold these trusted pairs. `rows`, `outputs` [n, width]."""
+        ratios = _ratios(rows, outputs)
+        low, high = float(ratios.min()), float(ratios.max())
+        known = self._seen.get(layer)
+        self._seen[layer] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
+
+    def suspects(self, layer: int, rows: Tensor, outputs: Tensor) -> list[int]:
+        """Indices of pairs outside the band; none while the layer's band is unknown."""
+        known = self._seen.get(layer)
+        if known is None:
+            return []
+        ratios = _ratios(rows, outputs)
+        outside = (ratios < known[0] / BAND_SLACK) | (ratios > known[1] * BAND_SLACK)
+        return outside.nonzero().flatten().tolist() if bool(outside.any()) else []
+
+
+def _ratios(rows: Tensor, outputs: Tensor) -> Tensor:
+    sizes = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32)
+    return norms / sizes.clamp(min=1e-12)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """One layer's proving call: random `rows` [n, width] and, for each row, the same random expert `ids`."""
+
+    layer: int
+    rows: Tensor
+    ids: tuple[int, ...]
+
+
+def make_proofs(plan: Plan, window: Window, dtype: torch.dtype, rng: random.Random) -> tuple[Proof, ...]:
+    """Proving calls for every MoE layer of `window`: standard normal rows in `dtype`."""
+    proofs = []
+    for recipe in plan.window_layers(window):
+        generator = torch.Generator().manual_seed(rng.getrandbits(62))
+        rows = torch.randn(PROVING_ROWS, plan.width, generator=generator).to(dtype)
+        experts = range(window.expert_start, min(window.expert_end, recipe.experts))
+        ids = rng.sample(experts, min(PROVING_EXPERTS, len(experts)))
+        proofs.append(Proof(recipe.layer, rows, tuple(sorted(ids))))
+    return tuple(proofs)
+
+
+def judge_proof(proof: Proof, outputs: Tensor, precision: str, reference: Reference, band: NormBand) -> float:
+    """The largest d between `outputs` [rows x ids, width], row by row, and the local recompute.
+
+    Teaches `band` the trusted outputs. Infinity where the reply has the wrong shape or values.
+    """
+    count = len(proof.ids)
+    if check_outputs(outputs, len(proof.rows) * count, proof.rows.shape[1]) is not None:
+        return float("inf")
+    worst = 0.0
+    for column, expert in enumerate(proof.ids):
+        expected = reference(proof.layer, expert, proof.rows, precision)
+        band.learn(proof.layer, proof.rows, expected)
+        worst = max(worst, float(residual(outputs[column::count], expected).max()))
+    return worst
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One (row, expert) of an accepted call, to be recomputed. `row`, `output` [width]."""
+
+    layer: int
+    expert: int
+    row: Tensor
+    output: Tensor
+
+
+def judge_sample(sample: Sample, precision: str, reference: Reference, band: NormBand) -> float:
+    """The d of one sampled output against the local recompute."""
+    rows = sample.row.unsqueeze(0)
+    expected = reference(sample.layer, sample.expert, rows, precision)
+    band.learn(sample.layer, rows, expected)
+    return float(residual(sample.output.unsqueeze(0), expected).max())
+
+
+@dataclass(slots=True)
+class Trust:
+    """What audits say of one wallet. `verdict` decides quarantine; the market carries it out."""
+
+    valid_calls: int = 0
+    audited: int = 0
+    worst_d: float = 0.0
+    _violations: deque[int] = field(default_factory=deque)
+
+    def sample_rate(self) -> float:
+        """The share of the wallet's next calls to audit, 0 to 1."""
+        if self.valid_calls < ALWAYS_FIRST:
+            return 1.0
+        return max(1.0 / self.valid_calls, FLOOR_RATE)
+
+    def wants_audit(self, rng: random.Random) -> bool:
+        """Count one valid call, and decide whether it is audited."""
+        rate = self.sample_rate()
+        self.valid_calls += 1
+        return rate >= 1.0 or rng.random() < rate
+
+    def verdict(self, d: float, limit: float) -> str | None:
+        """Take in one audited row. Returns why the wallet goes to quarantine now, or None."""
+        self.audited += 1
+        self.worst_d = max(self.worst_d, d)
+        if d > GROSS:
+            self._violations.clear()
+            return f"an audited output was wrong: d = {d:.3g}, and one above {GROSS} is enough"
+        if d <= limit:
+            return None
+        self._violations.append(self.audited)
+        while self._violations and self._violations[0] <= self.audited - STRIKE_WINDOW:
+            self._violations.popleft()
+        if len(self._violations) < STRIKES:
+            return None
+        self._violations.clear()
+        return (
+            f"{STRIKES} of the last {min(self.audited, STRIKE_WINDOW)} audited outputs were off by more than "
+            f"the limit {limit:g} of the declared numerics class; the last by d = {d:.3g}"
+        )

@@ -1,0 +1,147 @@
+"""A local checkpoint as the swarm sees it: what it is, its plan, and its exact bytes.
+
+Knows a folder of safetensors files and the model's skeleton. Holds no weights; transformers is imported
+only when a checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from market.plans import (
+    PRECISIONS,
+    WIRE_DTYPES,
+    ByteRange,
+    LayerRecipe,
+    Plan,
+    PlanId,
+    WindowHashes,
+    plan_fields,
+)
+from market.windows import Window, cut_windows
+from relay.errors import ConfigError
+from relay.identity import PROTOCOL_VERSION, pack
+
+from .shards import Shards
+from .skeleton import Skeleton, build_skeleton, check_folder
+
+DEFAULT_PRECISIONS = ("stored", "int8")
+
+
+class Checkpoint:
+    """One opened checkpoint. Safe to read from several threads."""
+
+    def __init__(self, path: Path, shards: Shards, skeleton: Skeleton) -> None:
+        self.path = path
+        self.shards = shards
+        self.skeleton = skeleton
+        self._recipes: tuple[LayerRecipe, ...] | None = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Open the checkpoint in folder `path`.
+
+        Raises `ConfigError` where it is missing, damaged, not a Mixture-of-Experts model, or of an
+        architecture that the experts interface does not cover (named in the message).
+        """
+        folder = Path(path).expanduser()
+        check_folder(folder)
+        skeleton = build_skeleton(folder)
+        return cls(folder, Shards.open(folder), skeleton)
+
+    @property
+    def name(self) -> str:
+        """A name for people: the folder's."""
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self.skeleton.config
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with routed experts, in order."""
+        return tuple(self.skeleton.experts)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its safetensors files."""
+        return self.shards.total_bytes
+
+    def recipes(self, rng: random.Random | None = None) -> tuple[LayerRecipe, ...]:
+        """The recipe of every MoE layer, each proven on one expert drawn by `rng`; made once.
+
+        Raises `ConfigError` naming the architecture and the tensor for which there is no recipe.
+        """
+        if self._recipes is None:
+            from .conversion import Conversion
+            from .recipe_maker import RecipeMaker
+
+            maker = RecipeMaker(self.skeleton, Conversion(self.skeleton, self.shards))
+            self._recipes = maker.make(rng or random.Random())
+        return self._recipes
+
+    def make_plan(
+        self,
+        *,
+        window_bytes: int,
+        wire_dtype: str,
+        precisions: Sequence[str] = DEFAULT_PRECISIONS,
+        weighted: bool = False,
+        model: str | None = None,
+        rng: random.Random | None = None,
+    ) -> Plan:
+        """Cut the checkpoint into windows of about `window_bytes` stored bytes and describe every tensor.
+
+        `wire_dtype` is the backbone's compute dtype (a key of `WIRE_DTYPES`), `precisions` those that
+        nodes may keep experts in, `model` a name for people (default: the folder's). Equal arguments on
+        equal files give an equal plan, whatever `rng` draws. Raises `ConfigError`.
+        """
+        if wire_dtype not in WIRE_DTYPES:
+            raise ConfigError(f"{wire_dtype!r} is no wire dtype; choose one of {', '.join(WIRE_DTYPES)}")
+        unknown = [precision for precision in precisions if precision not in PRECISIONS]
+        if unknown or not precisions:
+            raise ConfigError(f"precisions are some of {', '.join(PRECISIONS)}, not {list(precisions)}")
+        recipes = self.recipes(rng)
+        widths = {tensor.shape[0] for recipe in recipes for tensor in recipe.tensors if tensor.role == "down"}
+        if len(widths) != 1:
+            raise ConfigError(
+                f"{self.skeleton.architecture}: layers route rows of different widths {sorted(widths)}, "
+                "which one plan cannot carry"
+            )
+        return Plan(
+            model=model or self.name,
+            revision=self.shards.revision(),
+            source="local",
+            architecture=self.skeleton.architecture,
+            files=self.shards.files,
+            width=widths.pop(),
+            wire_dtype=wire_dtype,
+            precisions=tuple(precisions),
+            weighted=weighted,
+            windows=cut_windows(
+                {recipe.layer: recipe.experts for recipe in recipes},
+                {recipe.layer: recipe.expert_bytes for recipe in recipes},
+                window_bytes,
+            ),
+            layers=recipes,
+        )
+
+    def read(self, where: ByteRange) -> memoryview:
+        """The bytes of one range of one of the plan's files. Raises `ConfigError` if they are gone."""
+        return self.shards.read(where)
+
+    def hash_window(self, plan: Plan, window: Window) -> WindowHashes:
+        """The hash of every chunk of `plan.window_chunks(window)`, in order. Reads the whole window once."""
+        body = pack({"v": PROTOCOL_VERSION, **plan_fields(plan)})
+        chunks = tuple(hashlib.sha256(self.read(chunk)).digest() for chunk in plan.window_chunks(window))
+        return WindowHashes(PlanId(hashlib.sha256(body).digest()), window, chunks)
+
+    def close(self) -> None:
+        """Close its files."""
+        self.shards.close()

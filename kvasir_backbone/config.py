@@ -1,0 +1,96 @@
+"""Settings of the backbone daemon. Read from arguments and the environment in `cli.py` only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from relay.errors import ConfigError
+
+from .bundled import bundled_model_path
+
+DEFAULT_PORT: Final = 8420
+DTYPES: Final = ("auto", "float32", "bfloat16")
+FALLBACKS: Final = ("disk", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneConfig:
+    """How `kvasir-backbone up` runs: backbone, market and relay in one process on one port."""
+
+    model: Path = field(default_factory=bundled_model_path)
+    """Folder of a Mixture-of-Experts checkpoint in the Hugging Face layout."""
+    model_name: str = ""
+    """The model's name in the API; empty: the folder's name."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets other machines join."""
+    port: int = DEFAULT_PORT
+    """TCP port of everything: API, market, relay, weights. 0: any free one."""
+    state_dir: Path = Path("~/.kvasir/backbone")
+    """Keys, ledger and receipts live here."""
+    public_urls: tuple[str, ...] = ()
+    """URLs that nodes may reach this port by; empty: http://HOST:PORT."""
+    dtype: str = "auto"
+    """Compute and wire dtype; auto: what the checkpoint is stored in."""
+    window_bytes: int = 256 * 1024 * 1024
+    """About how many stored bytes one expert window holds."""
+    kv_bytes: int | None = None
+    """Bound on the attention cache in bytes; None: a quarter of the free memory."""
+    fallback: str = "disk"
+    """What computes experts without a live owner: the checkpoint on disk, or none (503)."""
+    expert_cache_bytes: int = 1024 * 1024 * 1024
+    """Most bytes of experts kept in memory for fallback and audits."""
+    weights_transfers: int = 32
+    """Weight ranges served at once; more are answered 429."""
+    demand_s: float = 5.0
+    """How often the market is told which windows are asked for, in seconds."""
+    drain_s: float = 20.0
+    """How long open requests may take to end after SIGTERM, in seconds."""
+    use_uvloop: bool = True
+    """Run on uvloop where it is installed."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is not a TCP port: give 0 to 65535")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.fallback not in FALLBACKS:
+            raise ConfigError(f"--fallback {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
+        if self.kv_bytes is not None and self.kv_bytes <= 0:
+            raise ConfigError("--kv-bytes must be positive, such as 512MB")
+        for name in ("window_bytes", "expert_cache_bytes", "weights_transfers", "demand_s", "drain_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+        for url in self.public_urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.netloc:
+                raise ConfigError(f"--public-url {url!r} is not a URL such as http://192.168.1.5:8420")
+        object.__setattr__(self, "model", Path(self.model).expanduser())
+        object.__setattr__(self, "state_dir", Path(self.state_dir).expanduser())
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.model_name or self.model.name or "model"
+
+
+_UNITS: Final = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes written for people: "64MiB", "1.5 GB", "4G", "4096". Raises `ConfigError`."""
+    stripped = text.strip().replace("_", "")
+    digits = len(stripped) - len(stripped.lstrip("0123456789."))
+    number, unit = stripped[:digits], stripped[digits:].strip().upper()
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text!r} is not a size such as 64MiB, 1.5GB or 4096") from None
+    return size

@@ -1,0 +1,498 @@
+"""Rows to owners to outputs: carries out what the planner (`flight.py`) decides, for the engine's seam.
+
+`dispatch` blocks its step thread on one queue of facts: replies, failures and timeouts. Messages are made
+and replies are checked in that thread; the event loop only moves bytes. Every accepted output is paid by
+the credit book and may be audited; a row that could not be computed fails alone.
+
+Knows rows, calls and outputs. Knows no sockets (see `Lines`), no market and no router: it returns expert
+outputs, and combining them is the engine's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from kvasir_node.calls import Call, Data, Group, Reply, encode
+from kvasir_node.residual import residual
+from kvasir_node.tensors import bytes_to_rows, rows_to_bytes
+from market.plans import Plan
+from relay.errors import KvasirError
+from relay.identity import PublicKey, address_of
+
+from .audit import NormBand, Sample, check_outputs, limit_of
+from .credit import CreditBook, carried
+from .flight import Flight, Instruction, Owner, RunFallback, Send, Trip, WorkerCall
+from .pace import HedgeBudget
+from .roster import Replica, Roster
+from .seam import DispatchFailed, RowKey
+
+_log = structlog.get_logger("backbone")
+
+MAX_LATE: Final = 4096
+"""Given-up calls whose late replies still teach the pace of their device."""
+
+MAX_SUSPECTS: Final = 4
+"""Outputs outside the norm band that are recomputed before a reply is taken; the worst are as good as any."""
+
+KEEPS_HEALTH: Final = frozenset({"overloaded", "draining"})
+"""Refusals that say nothing bad of a device's health."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """How one call ended: with a reply, or with a code and why. `at` is the monotonic time of the end."""
+
+    call: int
+    at: float
+    reply: Reply | None = None
+    code: str = "unreachable"
+    message: str = ""
+
+
+class Lines(Protocol):
+    """How the dispatcher reaches devices; every method may be called from any thread."""
+
+    def roster(self) -> Roster:
+        """The newest roster."""
+
+    def submit(
+        self, device: PublicKey, call_id: int, message: Sequence[Data], done: Callable[[CallEnd], None]
+    ) -> None:
+        """Send a call; `done` is called exactly once, on the loop's thread or at once."""
+
+    def tripped(self, device: PublicKey, reason: str) -> None:
+        """A device's breaker opened: prove it again before it gets calls."""
+
+
+class LocalSource(Protocol):
+    """Experts computed here from the checkpoint."""
+
+    def run(self, layer: int, expert: int, rows: Tensor, precision: str = "stored") -> Tensor:
+        """`rows` [n, width] in the wire dtype -> outputs [n, width]. Raises `KvasirError` without bytes."""
+
+
+class Auditor(Protocol):
+    """Takes accepted outputs for later recomputation, and hears of replies that were refused outright."""
+
+    def offer(self, replica: Replica, draw: Callable[[random.Random], Sample]) -> None:
+        """One part of a valid reply; `draw` picks one of its outputs if the auditor wants one."""
+
+    def rejected(self, replica: Replica, reason: str, d: float) -> None:
+        """A reply was rejected before it was used."""
+
+
+@dataclass(slots=True)
+class DispatchStats:
+    """Counters since the start."""
+
+    dispatches: int = 0
+    rows: int = 0
+    calls: int = 0
+    hedges: int = 0
+    redispatched: int = 0
+    late: int = 0
+    fallback_rows: int = 0
+    """Rows of which some experts were computed here, counted once a layer."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    fallback_windows: Counter[str] = field(default_factory=Counter)
+    device_calls: Counter[PublicKey] = field(default_factory=Counter)
+
+
+class OwnerBook:
+    """The dispatcher's knowledge of each device, behind one lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owners: dict[PublicKey, Owner] = {}
+
+    def ensure(self, device: PublicKey) -> Owner:
+        """The device's entry, made at first sight."""
+        with self.lock:
+            return self.owners.setdefault(device, Owner())
+
+
+@dataclass(slots=True)
+class _Trip:
+    """One running dispatch: its inputs, outputs and queue of facts."""
+
+    flight: Flight
+    layer: int
+    rows: Tensor
+    k: int
+    out: Tensor
+    metered: list[bool]
+    deadline: float
+    facts: queue.SimpleQueue[CallEnd]
+
+
+class SwarmDispatcher:
+    """Implements `seam.Dispatcher` over `lines`. Safe to call from several step threads.
+
+    `fallback` None means that windows without a live owner fail. `numerics` is the fallback's own class.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lines: Lines,
+        *,
+        owners: OwnerBook,
+        book: CreditBook,
+        band: NormBand,
+        reference: LocalSource | None,
+        fallback: bool,
+        auditor: Auditor | None = None,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = DispatchStats()
+        self._plan = plan
+        self._lines = lines
+        self._book = owners
+        self._credit = book
+        self._band = band
+        self._reference = reference
+        self._fallback = fallback and reference is not None
+        self._auditor = auditor
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._hedges = HedgeBudget()
+        self._late: dict[int, tuple[WorkerCall, float]] = {}
+        self._sent: dict[int, float] = {}
+        self._demand: Counter[int] = Counter()
+
+    # --- the seam ------------------------------------------------------------------------------------
+
+    def dispatch(
+        self, layer: int, rows: Tensor, ids: Tensor, keys: Sequence[RowKey], deadline_s: float
+    ) -> Tensor:
+        """See `seam.Dispatcher.dispatch`."""
+        trip = self._prepare(layer, rows, ids.tolist(), keys, deadline_s)
+        flight = trip.flight
+        with self._owners():
+            todo = flight.start(self._clock())
+        while True:
+            self._carry_out(trip, todo)
+            if flight.done:
+                break
+            todo = self._wait(trip)
+        self._finish(trip)
+        if flight.failed:
+            raise self._failure(trip)
+        return trip.out.view(len(rows), trip.k, rows.shape[1])
+
+    def _prepare(
+        self, layer: int, rows: Tensor, ids: list[list[int]], keys: Sequence[RowKey], deadline_s: float
+    ) -> _Trip:
+        n, width = rows.shape
+        k = len(ids[0])
+        assert len(ids) == n == len(keys)
+        deadline = self._clock() + deadline_s
+        flight = Flight(
+            self._lines.roster(),
+            layer,
+            ids,
+            owners=self._book.owners,
+            hedges=self._hedges,
+            next_call=lambda: next(self._ids),
+            rng=self._rng,
+            fallback=self._fallback,
+            deadline=deadline,
+        )
+        with self._book.lock:
+            self.stats.dispatches += 1
+            self.stats.rows += n
+            for part in flight.parts:
+                self._demand[part.window] += len(part.rows)
+        out = torch.empty(n * k, width, dtype=rows.dtype)
+        metered = [key.metered for key in keys]
+        return _Trip(flight, layer, rows, k, out, metered, deadline, queue.SimpleQueue())
+
+    @contextmanager
+    def _owners(self) -> Iterator[None]:
+        with self._book.lock:
+            yield
+
+    def _wait(self, trip: _Trip) -> list[Instruction]:
+        """The next fact, and what the planner makes of it."""
+        pause = trip.flight.next_deadline() - self._clock()
+        try:
+            end = trip.facts.get(timeout=pause) if pause > 0 else trip.facts.get_nowait()
+        except queue.Empty:
+            with self._owners():
+                return trip.flight.handle_timeout(self._clock(), self._lines.roster())
+        call = trip.flight.call(end.call)
+        if call is None:
+            return []
+        reason, code = end.message, end.code
+        if end.reply is not None:
+            outputs, reason = self._read(trip, call, end.reply)
+            if outputs is not None:
+                self._accept(trip, call, outputs, end.at)
+                return []
+            code = "rejected"
+        self._note_failure(call, code, reason)
+        with self._owners():
+            return trip.flight.got_failure(call.id, self._clock())
+
+    # --- calls ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, trip: _Trip, todo: Sequence[Instruction]) -> None:
+        for item in todo:
+            match item:
+                case Send(call):
+                    self._send(trip, call)
+                case Trip(device, reason):
+                    self._trip(device, reason)
+                    with self._book.lock:
+                        self.stats.outcomes["late"] += 1
+        for item in todo:  # after the messages are out, so that workers compute meanwhile
+            if isinstance(item, RunFallback):
+                self._run_fallback(trip, item.parts)
+
+    def _send(self, trip: _Trip, call: WorkerCall) -> None:
+        everything = len(call.rows) == len(trip.rows)
+        rows = trip.rows if everything else trip.rows[list(call.rows)]
+        left_ms = int(1000 * max(0.001, min(trip.deadline - self._clock(), 600.0)))
+        message = encode(
+            Call(
+                id=call.id,
+                layer=trip.layer,
+                row_count=len(call.rows),
+                deadline_ms=left_ms,
+                groups=tuple(make_group(replica, call, trip.flight, index) for replica, index in call.groups),
+                rows=rows_to_bytes(rows.detach().contiguous()),
+            )
+        )
+        with self._book.lock:
+            self.stats.calls += 1
+            self.stats.device_calls[call.device] += 1
+            self._sent[call.id] = self._clock()
+        self._lines.submit(call.device, call.id, message, lambda end: self._deliver(trip.facts, end))
+
+    def _deliver(self, facts: queue.SimpleQueue[CallEnd], end: CallEnd) -> None:
+        """On the loop's thread: hand a fact to its step thread; a given-up call's reply only teaches."""
+        with self._book.lock:
+            self._sent.pop(end.call, None)
+            late = self._late.pop(end.call, None)
+            if late is None:
+                facts.put(end)
+            elif end.reply is not None:
+                call, sent_at = late
+                self.stats.late += 1
+                owner = self._book.owners.get(call.device)
+                if owner is not None:
+                    owner.pace.observe(call.outputs, end.at - sent_at)
+
+    def _read(self, trip: _Trip, call: WorkerCall, reply: Reply) -> tuple[Tensor | None, str]:
+        """The reply's outputs [outputs, width], or None and why it is not usable."""
+        width = trip.rows.shape[1]
+        try:
+            if reply.weighted or reply.outputs != call.outputs:
+                raise ValueError(f"{reply.outputs} outputs where {call.outputs} were asked for")
+            outputs = bytes_to_rows(reply.rows, call.outputs, width, self._plan.wire_dtype)
+        except (KvasirError, ValueError) as error:
+            return None, str(error)
+        reason = check_outputs(outputs, call.outputs, width)
+        if reason is None:
+            reason = self._check_suspects(trip, call, outputs)
+        if reason is None:
+            return outputs, ""
+        if self._auditor is not None:
+            self._auditor.rejected(call.groups[0][0], reason, float("inf"))
+        return None, reason
+
+    def _check_suspects(self, trip: _Trip, call: WorkerCall, outputs: Tensor) -> str | None:
+        """Recompute outputs whose norm is outside the layer's band; why the reply is wrong, or None."""
+        if self._reference is None:
+            return None
+        row_of, expert_of, replica_of = reply_order(call, trip.flight)
+        rows = trip.rows[row_of]
+        suspects = self._band.suspects(trip.layer, rows, outputs)
+        for place in suspects[:MAX_SUSPECTS]:
+            replica = replica_of[place]
+            row = rows[place].unsqueeze(0)
+            try:
+                expected = self._reference.run(trip.layer, expert_of[place], row, replica.precision)
+            except KvasirError:
+                return None  # no bytes here: sampled audits elsewhere must do
+            d = float(residual(outputs[place].unsqueeze(0), expected).max())
+            if d > limit_of(replica.numerics):
+                return f"an output of expert {expert_of[place]} was wrong: d = {d:.3g}"
+            self._band.learn(trip.layer, row, expected)
+        return None
+
+    def _accept(self, trip: _Trip, call: WorkerCall, outputs: Tensor, at: float) -> None:
+        flight = trip.flight
+        with self._owners():
+            taken = flight.got_reply(call.id, at)
+            self.stats.outcomes["completed" if taken else "hedge_lost"] += 1
+        start = 0
+        for replica, index in call.groups:
+            part = flight.parts[index]
+            stop = start + len(part.slots)
+            if index in taken:
+                trip.out[list(part.slots)] = outputs[start:stop].to(trip.out.dtype)
+                if self._auditor is not None:
+                    self._auditor.offer(replica, _drawer(trip, index, outputs[start:stop]))
+            start = stop
+        shares = carried(call, flight.parts, taken, trip.metered, self._plan.row_bytes)
+        if shares:
+            self._credit.pay(call.device, call.id, trip.layer, shares, at)
+        _log.debug(
+            "call.returned",
+            outcome="completed" if taken else "hedge_lost",
+            device=address_of(call.device),
+            layer=trip.layer,
+            rows=len(call.rows),
+            outputs=call.outputs,
+            bytes=sum(share.nbytes for share in shares),
+        )
+
+    def _note_failure(self, call: WorkerCall, code: str, reason: str) -> None:
+        with self._book.lock:
+            self.stats.outcomes[code] += 1
+        _log.warning(
+            "call.returned",
+            outcome=code,
+            device=address_of(call.device),
+            layer=call.layer,
+            rows=len(call.rows),
+            outputs=call.outputs,
+            bytes=0,
+            reason=reason,
+        )
+        if code not in KEEPS_HEALTH:
+            self._trip(call.device, reason or code)
+
+    def _trip(self, device: PublicKey, reason: str) -> None:
+        with self._book.lock:
+            owner = self._book.owners.get(device)
+            if owner is not None:
+                owner.breaker.trip(self._clock(), reason)
+        self._lines.tripped(device, reason)
+
+    # --- the fallback --------------------------------------------------------------------------------
+
+    def _run_fallback(self, trip: _Trip, parts: Sequence[int]) -> None:
+        assert self._reference is not None
+        done: set[int] = set()
+        for index in parts:
+            part = trip.flight.parts[index]
+            name = self._plan.windows[part.window].name
+            try:
+                self._compute_here(trip, index)
+            except KvasirError as error:
+                trip.flight.got_fallback_failure(index, f"window {name} has no live owner, and {error}")
+                continue
+            trip.flight.got_fallback((index,))
+            done.update(part.rows)
+            with self._book.lock:
+                self.stats.fallback_windows[name] += len(part.rows)
+        with self._book.lock:
+            self.stats.fallback_rows += len(done)
+
+    def _compute_here(self, trip: _Trip, index: int) -> None:
+        assert self._reference is not None
+        part = trip.flight.parts[index]
+        wanted: dict[int, tuple[list[int], list[int]]] = {}
+        slots = iter(part.slots)
+        for row, ids in zip(part.rows, part.ids, strict=True):
+            for expert in ids:
+                places = wanted.setdefault(expert, ([], []))
+                places[0].append(row)
+                places[1].append(next(slots))
+        for expert, (rows, places) in sorted(wanted.items()):
+            trip.out[places] = self._reference.run(trip.layer, expert, trip.rows[rows])
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def _finish(self, trip: _Trip) -> None:
+        now = self._clock()
+        with self._book.lock:
+            self.stats.redispatched += trip.flight.redispatched
+            self.stats.hedges = self._hedges.hedges
+            for call in trip.flight.abandon(now):
+                sent_at = self._sent.pop(call.id, None)
+                if sent_at is not None:
+                    self._late[call.id] = (call, sent_at)
+            while len(self._late) > MAX_LATE:
+                del self._late[next(iter(self._late))]
+
+    def _failure(self, trip: _Trip) -> DispatchFailed:
+        flight = trip.flight
+        rows = {row for index in flight.failed for row in flight.parts[index].rows}
+        windows = {self._plan.windows[flight.parts[index].window].name for index in flight.failed}
+        reason = next(iter(flight.failed.values()))
+        return DispatchFailed(
+            f"{reason}: start a node that can hold it (kvasir-backbone gaps shows what is missing)",
+            rows=rows,
+            window=windows.pop() if len(windows) == 1 else "",
+            outputs=trip.out.view(len(trip.rows), trip.k, -1),
+        )
+
+    # --- what others read ----------------------------------------------------------------------------
+
+    def take_demand(self) -> Mapping[str, int]:
+        """Rows routed to each window since the last call, by the window's name."""
+        with self._book.lock:
+            taken, self._demand = self._demand, Counter()
+        return {self._plan.windows[number].name: rows for number, rows in taken.items()}
+
+
+def make_group(replica: Replica, call: WorkerCall, flight: Flight, index: int) -> Group:
+    """The group of one part in its call: a count for every row of the call, and the ids."""
+    part = flight.parts[index]
+    ids = tuple(itertools.chain.from_iterable(part.ids))
+    if part.rows == call.rows:
+        return Group(replica.ref, tuple(map(len, part.ids)), ids)
+    counts = dict(zip(part.rows, map(len, part.ids), strict=True))
+    return Group(replica.ref, tuple(counts.get(row, 0) for row in call.rows), ids)
+
+
+def reply_order(call: WorkerCall, flight: Flight) -> tuple[list[int], list[int], list[Replica]]:
+    """For every output of a reply, in order: its dispatched row, its expert and its replica."""
+    rows: list[int] = []
+    experts: list[int] = []
+    replicas: list[Replica] = []
+    for replica, index in call.groups:
+        part = flight.parts[index]
+        for row, ids in zip(part.rows, part.ids, strict=True):
+            rows.extend([row] * len(ids))
+            experts.extend(ids)
+            replicas.extend([replica] * len(ids))
+    return rows, experts, replicas
+
+
+def _drawer(trip: _Trip, index: int, outputs: Tensor) -> Callable[[random.Random], Sample]:
+    """Picks one output of a part at random, copied so that nothing else keeps the reply alive."""
+
+    def draw(rng: random.Random) -> Sample:
+        part = trip.flight.parts[index]
+        place = rng.randrange(len(part.slots))
+        slot = part.slots[place]
+        row = slot // trip.k
+        before = sum(1 for other in part.slots[:place] if other // trip.k == row)
+        expert = part.ids[part.rows.index(row)][before]
+        return Sample(trip.layer, expert, trip.rows[row].clone(), outputs[place].clone())
+
+    return draw
+
+
+def numerics_of(roster: Roster, fallback: Collection[str]) -> str:
+    """Answer "exact" iff every owner and the fallback share one numerics class, else "mixed"."""
+    return "exact" if len(roster.numerics() | set(fallback)) <= 1 else "mixed"

@@ -1,0 +1,260 @@
+"""What the next step computes: requests, KV blocks, chunks. Pure bookkeeping, never imports torch.
+
+A request's positions are computed in segments whose bounds depend on the request alone: its prompt in
+chunks that start at multiples of `chunk_rows`, its own tokens one by one. So neither other requests nor a
+preemption change the shapes in which it is computed, and with them its last bits.
+
+The KV cache is counted in blocks of `block_tokens` positions. Where it runs out, the youngest request
+gives its blocks back and is computed again later (preemption by recompute): its prompt in the same chunks,
+its own tokens in segments marked `rowwise`, whose attention runs row by row as it did the first time.
+
+Knows counts. Knows no tokens, no model and no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from relay.errors import ConfigError, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The bounds of a scheduler."""
+
+    total_blocks: int
+    """KV blocks that exist."""
+    block_tokens: int = 32
+    """Positions a block holds."""
+    chunk_rows: int = 128
+    """Rows of a full prefill chunk; chunks start at multiples of it."""
+    rowwise_rows: int = 128
+    """Rows of a segment that computes a request's own tokens again."""
+    step_rows: int = 512
+    """Rows of a step over which no further prefill segment is added."""
+    max_running: int = 64
+    """Requests with KV blocks at one time."""
+    max_waiting: int = 256
+    """Requests waiting for blocks; one more is refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "chunk_rows", "rowwise_rows", "step_rows", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        if self.total_blocks < 1:
+            raise ConfigError("the KV cache holds not even one block: give more --kv-bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive positions of one request that a step computes.
+
+    Positions `start` up to `start + rows`; `step` is the request's own step number; `capacity` positions
+    have room in its KV blocks. `rowwise`: attention row by row. `replayed`: how many of its first rows were
+    computed before and reuse their recorded routing. `samples`: the last row's logits choose a new token.
+    """
+
+    request: int
+    step: int
+    start: int
+    rows: int
+    capacity: int
+    rowwise: bool
+    replayed: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: its segments, and the requests whose KV memory must be released before it."""
+
+    segments: tuple[Segment, ...]
+    preempted: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all segments."""
+        return sum(segment.rows for segment in self.segments)
+
+
+@dataclass(slots=True)
+class _Request:
+    id: int
+    prompt: int
+    length: int
+    computed: int = 0
+    recorded: int = 0
+    blocks: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    paused: bool = False
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Decides every step. `add`, `schedule`, `advance`, `append`, `finish`, from one thread."""
+
+    config: SchedulerConfig
+    free_blocks: int = field(init=False)
+    _requests: dict[int, _Request] = field(init=False, default_factory=dict)
+    _waiting: deque[_Request] = field(init=False, default_factory=deque)
+    _running: list[_Request] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free_blocks = self.config.total_blocks
+
+    @property
+    def waiting(self) -> int:
+        """Requests without KV blocks."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests with KV blocks."""
+        return len(self._running)
+
+    def capacity(self) -> int:
+        """The longest request, prompt and completion together, that fits the KV cache by itself."""
+        return self.config.total_blocks * self.config.block_tokens
+
+    def check(self, prompt: int, max_tokens: int) -> None:
+        """Raise `ConfigError` for a request that can never fit, `Refused` when too many wait already."""
+        if prompt < 1 or max_tokens < 1:
+            raise ConfigError("a request needs at least one prompt token and room for one more")
+        if prompt + max_tokens > self.capacity():
+            raise ConfigError(
+                f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit the KV cache, which "
+                f"holds {self.capacity()} positions: ask for fewer, or start with more --kv-bytes"
+            )
+        if len(self._waiting) >= self.config.max_waiting:
+            raise Refused(
+                "overloaded", f"{len(self._waiting)} requests are waiting already; try again", retry_after_s=1.0
+            )
+
+    def add(self, request: int, prompt: int) -> None:
+        """Take in a request with `prompt` tokens, which `check` has passed."""
+        assert request not in self._requests
+        state = _Request(request, prompt, prompt)
+        self._requests[request] = state
+        self._waiting.append(state)
+
+    def finish(self, request: int) -> None:
+        """Forget a request, wherever it is, and free its blocks. Unknown ones are ignored."""
+        state = self._requests.pop(request, None)
+        if state is None:
+            return
+        self._free(state)
+        if state in self._running:
+            self._running.remove(state)
+        else:
+            self._waiting.remove(state)
+
+    def pause(self, request: int, paused: bool) -> None:
+        """Leave a request out of coming steps (its client does not read), or take it in again."""
+        if request in self._requests:
+            self._requests[request].paused = paused
+
+    def advance(self, segments: Iterable[Segment]) -> None:
+        """These segments have been computed."""
+        for segment in segments:
+            state = self._requests.get(segment.request)
+            if state is not None:
+                state.computed = segment.end
+                state.recorded = max(state.recorded, segment.end)
+
+    def append(self, request: int) -> None:
+        """The request has one more token."""
+        self._requests[request].length += 1
+
+    def preemptions(self, request: int) -> int:
+        """How often a request lost its blocks."""
+        return self._requests[request].preemptions
+
+    def schedule(self) -> Step:
+        """The next step; empty when nothing can run. Admits, preempts and allocates blocks."""
+        segments: list[Segment] = []
+        preempted: list[int] = []
+        # First everyone's next own token, oldest first; then prompts while there is room in the step.
+        for state in [state for state in self._running if state.computed >= state.prompt]:
+            self._place(state, segments, preempted)
+        for state in [state for state in self._running if state.computed < state.prompt]:
+            if sum(segment.rows for segment in segments) < self.config.step_rows:
+                self._place(state, segments, preempted)
+        while not preempted and sum(segment.rows for segment in segments) < self.config.step_rows:
+            admitted = self._admit()
+            if admitted is None:
+                break
+            self._place(admitted, segments, preempted)
+        return Step(tuple(segments), tuple(preempted))
+
+    def _place(self, state: _Request, segments: list[Segment], preempted: list[int]) -> None:
+        """Add the request's next segment to the step, preempting younger ones for its blocks if need be."""
+        if state.paused or state not in self._running or state.computed >= state.length:
+            return
+        end, rowwise = self._next_end(state)
+        while (need := self._blocks(end) - state.blocks) > self.free_blocks:
+            victim = self._victim()
+            preempted.append(victim.id)
+            segments[:] = [segment for segment in segments if segment.request != victim.id]
+            self._preempt(victim)
+            if victim is state:
+                return
+        state.blocks += max(need, 0)
+        self.free_blocks -= max(need, 0)
+        segments.append(
+            Segment(
+                request=state.id,
+                step=state.steps,
+                start=state.computed,
+                rows=end - state.computed,
+                capacity=state.blocks * self.config.block_tokens,
+                rowwise=rowwise,
+                replayed=max(0, min(state.recorded, end) - state.computed),
+                samples=end == state.length,
+            )
+        )
+        state.steps += 1
+
+    def _next_end(self, state: _Request) -> tuple[int, bool]:
+        """Where the next segment ends, and whether it is rowwise."""
+        if state.computed < state.prompt:
+            chunk = self.config.chunk_rows
+            return min((state.computed // chunk + 1) * chunk, state.prompt), False
+        return min(state.computed + self.config.rowwise_rows, state.length), True
+
+    def _admit(self) -> _Request | None:
+        """The first waiting request, if its known tokens fit beside one more block for everyone running."""
+        if not self._waiting or len(self._running) >= self.config.max_running:
+            return None
+        state = self._waiting[0]
+        if self._running and self._blocks(state.length + 1) + len(self._running) > self.free_blocks:
+            return None
+        self._waiting.popleft()
+        self._running.append(state)
+        return state
+
+    def _victim(self) -> _Request:
+        """Who gives its blocks back: the youngest that its client does not read, else the youngest."""
+        holders = [state for state in self._running if state.blocks]
+        return next((state for state in reversed(holders) if state.paused), holders[-1])
+
+    def _preempt(self, state: _Request) -> None:
+        self._free(state)
+        state.computed = 0
+        state.preemptions += 1
+        self._running.remove(state)
+        self._waiting.appendleft(state)
+
+    def _free(self, state: _Request) -> None:
+        self.free_blocks += state.blocks
+        state.blocks = 0
+
+    def _blocks(self, positions: int) -> int:
+        return -(-positions // self.config.block_tokens)
