@@ -1,0 +1,40 @@
+"""The benchmark suites by name. Each is a module here with `run(work_dir) -> Report`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
+
+SUITES = {
+    "memory": "peak memory and bytes read of a backbone without its experts, against stock transformers",
+}
+"""Suite -> what it measures."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a suite found: figures by name, and for each promise a line that says whether it holds."""
+
+    figures: dict[str, object]
+    findings: list[str] = field(default_factory=list)
+    passed: bool = True
+
+    def promise(self, what: str, holds: bool) -> None:
+        """Note one promised figure."""
+        self.findings.append(f"{'holds ' if holds else 'BROKEN'}  {what}")
+        self.passed = self.passed and holds
+
+
+class Suite(Protocol):
+    """A module of this folder."""
+
+    def run(self, work_dir: Path | None) -> Report:
+        """Measure; temporary files go to `work_dir` or the system's temporary folder."""
+        ...
+
+
+def load(name: str) -> Suite:
+    """The suite of that name."""
+    return cast(Suite, importlib.import_module(f"benches.{name}"))
