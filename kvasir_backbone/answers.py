@@ -9,12 +9,12 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from aiohttp import web
 
-from relay.errors import KvasirError, Refused, Unreachable
+from relay.errors import ConfigError, KvasirError, Refused, Unreachable
 
 from .completions import Piece
 from .openai_types import Answer, ApiError, Choice, FinishReason
@@ -48,7 +48,7 @@ class Tally:
 
     def count(self, pieces: Sequence[Piece]) -> None:
         """Note the tokens behind `pieces`."""
-        tokens = sum(piece.tokens for piece in pieces)
+        tokens = sum(len(piece.tokens) for piece in pieces)
         if tokens and self.first_token_s is None:
             self.first_token_s = self.clock() - self.started
         self.completion_tokens += tokens
@@ -84,7 +84,8 @@ def as_api_error(error: KvasirError) -> ApiError:
         return ApiError(
             503, error.message, type="server_error", error_code="service_unavailable", retry_after_s=retry
         )
-    if isinstance(error, Refused) and error.code == "bad_request":
+    # The engine's own limits, such as a request that no KV cache holds; not a peer's bad reply.
+    if isinstance(error, ConfigError) or (isinstance(error, Refused) and error.code == "bad_request"):
         return ApiError(400, error.message, error_code="invalid_value")
     return ApiError(500, error.message, type="server_error", error_code="internal_error")
 
@@ -107,32 +108,49 @@ def _check_client(request: web.Request) -> None:
         raise ClientGone
 
 
+Prompts = Sequence[Sequence[int]]
+"""The prompt's ids of each choice, by the choice's index."""
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A choice while it is made."""
+
+    prompt: Sequence[int]
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+    def ended(self, index: int) -> Choice:
+        text = "".join(self.texts)
+        return Choice(index, text, self.finish_reason, tuple(self.prompt), tuple(self.tokens))
+
+
 class WholeAnswer:
     """Collects the text of all choices and sends one JSON body at the end."""
 
     started = False
     """A whole answer has sent nothing before its end, so any failure still has its own status."""
 
-    def __init__(self, request: web.Request, answer: Answer, tally: Tally, choices: int) -> None:
+    def __init__(self, request: web.Request, answer: Answer, tally: Tally, prompts: Prompts) -> None:
         self._request = request
         self._answer = answer
         self._tally = tally
-        self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._reasons: list[FinishReason] = ["length"] * choices
+        self._choices = [_Growing(prompt) for prompt in prompts]
 
     async def deliver(self, pieces: Sequence[Piece]) -> None:
         """Take pieces. Raises `ClientGone` where nobody waits for the answer any more."""
         _check_client(self._request)
         self._tally.count(pieces)
         for piece in pieces:
-            self._texts[piece.index].append(piece.text)
-            if piece.finish_reason is not None:
-                self._reasons[piece.index] = piece.finish_reason
+            choice = self._choices[piece.index]
+            choice.texts.append(piece.text)
+            choice.tokens.extend(piece.tokens)
+            choice.finish_reason = piece.finish_reason or choice.finish_reason
 
     async def end(self, numerics: Numerics) -> web.StreamResponse:
         """The response."""
-        ended = zip(self._texts, self._reasons, strict=True)
-        choices = [Choice(i, "".join(texts), reason) for i, (texts, reason) in enumerate(ended)]
+        choices = [choice.ended(index) for index, choice in enumerate(self._choices)]
         body = self._answer.whole(choices, self._tally.prompt_tokens, self._tally.completion_tokens)
         headers = id_header(self._tally.id) | {NUMERICS_HEADER: numerics}
         return web.json_response(body, headers=headers)
@@ -150,7 +168,7 @@ class StreamAnswer:
         request: web.Request,
         answer: Answer,
         tally: Tally,
-        choices: int,
+        prompts: Prompts,
         *,
         numerics: Callable[[], Numerics],
         write_timeout_s: float,
@@ -160,7 +178,7 @@ class StreamAnswer:
         self._request = request
         self._answer = answer
         self._tally = tally
-        self._choices = choices
+        self._prompts = prompts
         self._numerics = numerics
         self._write_timeout_s = write_timeout_s
         self._response = web.StreamResponse()
@@ -176,8 +194,8 @@ class StreamAnswer:
             return
         events = b""
         for piece in pieces:
-            if piece.text:
-                events += _event(self._answer.chunk(piece.index, piece.text))
+            if piece.text or (piece.tokens and self._answer.token_ids):
+                events += _event(self._answer.chunk(piece.index, piece.text, piece.tokens))
             if piece.finish_reason is not None:
                 events += _event(self._answer.closing(piece.index, piece.finish_reason))
         if events:
@@ -210,7 +228,7 @@ class StreamAnswer:
             await self._response.prepare(self._request)
         except ConnectionError as error:
             raise ClientGone from error
-        openings = [self._answer.opening(index) for index in range(self._choices)]
+        openings = [self._answer.opening(index, prompt) for index, prompt in enumerate(self._prompts)]
         await self._write(b"".join(_event(opening) for opening in openings if opening is not None))
 
     async def _write(self, data: bytes) -> None:

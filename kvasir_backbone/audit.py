@@ -1,10 +1,10 @@
 """Whether a worker's outputs are right: cheap checks, proving calls, sampled audits and trust.
 
-Every reply is checked for shape, finite values and a norm band. The band only points at rows to look at: a
-row outside it is recomputed at once, before it is used. A sampled call has one random (row, expert)
-recomputed from the same weights at the replica's precision; the figure judged is d (see
-`kvasir_node.residual`), against a limit of the replica's numerics class. Samples are drawn after the reply,
-from the backbone's own secret randomness, so a worker cannot tell which call will be looked at.
+Every reply is checked for shape, finite values and a norm band. Values that are not finite and norms outside
+the band only point at rows to look at: those are recomputed at once, before they are used. A sampled call
+has one random (row, expert) recomputed from the same weights at the replica's precision; the figure judged
+is d (see `kvasir_node.residual`), against a limit of the replica's numerics class. Samples are drawn after
+the reply, from the backbone's own secret randomness, so a worker cannot tell which call will be looked at.
 
 Pure, on torch: randomness is an argument. Knows no sessions, no market and no files.
 """
@@ -55,19 +55,17 @@ Reference = Callable[[int, int, Tensor, str], Tensor]
 
 
 def limit_of(numerics: str) -> float:
-    """The largest d of an honest replica of that numerics class (see `kvasir_node.experts.numerics_class`)."""
+    """The largest d of an honest replica of a class (see `kvasir_node.experts.numerics_class`)."""
     parts = numerics.split("/")
     return LIMIT_INT8_ACTIVATIONS if len(parts) > 2 and parts[2] == "int8" else LIMIT
 
 
-def check_outputs(outputs: Tensor, count: int, width: int) -> str | None:
-    """Why `outputs` cannot be a reply of `count` rows of `width`, or None: shape and finite values."""
-    if tuple(outputs.shape) != (count, width):
-        return f"the reply has shape {tuple(outputs.shape)}, expected ({count}, {width})"
-    # A sum is finite iff no element is NaN or infinite, or it overflows: only then look at each.
-    if not bool(torch.isfinite(outputs.sum(dtype=torch.float64))) and not bool(torch.isfinite(outputs).all()):
-        return "the reply has values that are not finite"
-    return None
+def unfinite_rows(outputs: Tensor) -> list[int]:
+    """Indices of the rows of `outputs` [n, width] that hold NaN or infinity."""
+    # A sum is finite unless an element is not, or it overflows: only then look at each.
+    if bool(torch.isfinite(outputs.sum(dtype=torch.float64))):
+        return []
+    return (~torch.isfinite(outputs).all(dim=-1)).nonzero().flatten().tolist()
 
 
 class NormBand:
@@ -94,7 +92,7 @@ class NormBand:
 
 
 def _ratios(rows: Tensor, outputs: Tensor) -> Tensor:
-    sizes = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+    sizes: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
     norms: Tensor = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32)
     return norms / sizes.clamp(min=1e-12)
 
@@ -123,10 +121,10 @@ def make_proofs(plan: Plan, window: Window, dtype: torch.dtype, rng: random.Rand
 def judge_proof(proof: Proof, outputs: Tensor, precision: str, reference: Reference, band: NormBand) -> float:
     """The largest d between `outputs` [rows x ids, width], row by row, and the local recompute.
 
-    Teaches `band` the trusted outputs. Infinity where the reply has the wrong shape or values.
+    Teaches `band` the trusted outputs. Infinity where the shape is wrong or a value is not finite.
     """
     count = len(proof.ids)
-    if check_outputs(outputs, len(proof.rows) * count, proof.rows.shape[1]) is not None:
+    if tuple(outputs.shape) != (len(proof.rows) * count, proof.rows.shape[1]):
         return float("inf")
     worst = 0.0
     for column, expert in enumerate(proof.ids):

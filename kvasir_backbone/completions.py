@@ -6,11 +6,11 @@ Knows the engine's front door and how tokens become text. Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .engine import GenerationRequest, Token
+from .engine import Generation, GenerationRequest
 from .openai_types import FinishReason
 from .streamtext import Decoder, TextStream
 
@@ -18,38 +18,25 @@ QUEUE_PIECES = 64
 """Pieces waiting for a slow client before its choices are no longer read from the engine."""
 
 
-class Generation(Protocol):
-    """A submitted request: iterate over its tokens, then read why it ended."""
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why the last token was the last; defined once the iteration ended by itself."""
-        ...
-
-    def __aiter__(self) -> AsyncIterator[Token]:
-        """The tokens in order. Raises `KvasirError` where the request fails."""
-        ...
-
-    def cancel(self) -> None:
-        """Give the request up; without effect once it ended."""
-        ...
-
-
 class FrontDoor(Protocol):
-    """What the API needs of an engine."""
+    """What the API needs of an engine; `Engine` is one."""
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Take a request in. Raises `Refused("overloaded")` where there is no room for it now."""
         ...
 
+    def room(self, prompt_tokens: int) -> int:
+        """How many tokens may follow a prompt of that length; 0 or less: it is too long."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of one choice (may be empty), the tokens behind it, and why the choice ended if it did."""
+    """New text of one choice (may be empty), the ids behind it, and why the choice ended if it did."""
 
     index: int
     text: str
-    tokens: int
+    tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
 
 
@@ -89,18 +76,19 @@ async def run_choices(
 
 async def _pump(index: int, generation: Generation, text: TextStream, queue: asyncio.Queue[Piece]) -> None:
     """One choice: tokens -> pieces, up to its end or its stop string."""
-    tokens = 0
+    tokens: list[int] = []
     async for token in generation:
-        tokens += 1
+        tokens.append(token.id)
         shown = text.feed(token.id)
         if text.stopped:
-            await queue.put(Piece(index, shown, tokens, "stop"))
+            await queue.put(Piece(index, shown, tuple(tokens), "stop"))
             return
         if shown:
-            await queue.put(Piece(index, shown, tokens))
-            tokens = 0
+            await queue.put(Piece(index, shown, tuple(tokens)))
+            tokens.clear()
     rest = text.finish()
-    await queue.put(Piece(index, rest, tokens, "stop" if text.stopped else generation.finish_reason))
+    reason = "stop" if text.stopped else generation.finish_reason
+    await queue.put(Piece(index, rest, tuple(tokens), reason))
 
 
 async def _deliver_all(queue: asyncio.Queue[Piece], choices: int, deliver: Deliver, tick_s: float) -> None:

@@ -74,23 +74,3 @@ class BackboneConfig:
     def name(self) -> str:
         """The model's name in the API."""
         return self.model_name or self.model.name or "model"
-
-
-_UNITS: Final = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-    "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-}  # fmt: skip
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes written for people: "64MiB", "1.5 GB", "4G", "4096". Raises `ConfigError`."""
-    stripped = text.strip().replace("_", "")
-    digits = len(stripped) - len(stripped.lstrip("0123456789."))
-    number, unit = stripped[:digits], stripped[digits:].strip().upper()
-    try:
-        size = int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
-        raise ConfigError(f"{text!r} is not a size such as 64MiB, 1.5GB or 4096") from None
-    return size

@@ -163,9 +163,7 @@ class Conversion:
                 continue
             general = key if match is None else key[: match.start(1)] + "0" + key[match.end(1) :]
             if general not in known:
-                renamed = rename_source_key(
-                    general, self._renamings, self._converters, prefix, self._state
-                )
+                renamed = rename_source_key(general, self._renamings, self._converters, prefix, self._state)
                 if renamed[0] not in self._state and general in self._state:
                     renamed = rename_source_key(general, [], [], prefix, self._state)
                 known[general] = renamed
@@ -204,16 +202,16 @@ class Conversion:
         return 0 if pattern is None else self._by_pattern[pattern].source_patterns.index(pattern)
 
 
-def _slot(
-    target: str, pattern: str | None, stored: Mapping[int | None, StoredTensor], count: int
-) -> Slot:
+def _slot(target: str, pattern: str | None, stored: Mapping[int | None, StoredTensor], count: int) -> Slot:
     """The slot of one pattern, complete and uniform, or a `ConfigError` that says what is missing."""
     if None in stored:
         tensor = stored[None]
         if len(stored) != 1:
             raise ConfigError(f"{target} is fed by fused and single experts at once")
         if count and (not tensor.shape or tensor.shape[0] != count):
-            raise ConfigError(f"{tensor.name} holds {tensor.shape}, not one share for each of {count} experts")
+            raise ConfigError(
+                f"{tensor.name} holds {tensor.shape}, not one share for each of {count} experts"
+            )
         return Slot(pattern, (tensor,), "fused" if count else "shared")
     missing = [expert for expert in range(count) if expert not in stored]
     if missing or len(stored) != count:

@@ -6,8 +6,8 @@ combined pays for an output; rows whose demand is not metered pay nothing. Hedge
 replies and proving calls are simply never reported here.
 
 Every (backbone, device) has one chain, never reset: each receipt carries cumulative totals, cumulative
-leaves of the latest leases by epoch, a Merkle root over the calls paid since the previous receipt (RFC 6962 section
-2.1, leaves sorted by call id) and the previous receipt's digest.
+leaves of the latest leases by epoch, a Merkle root over the calls paid since the previous receipt (RFC 6962
+section 2.1, leaves sorted by call id) and the previous receipt's digest.
 
 Pure: time is an argument. Knows no store, no market and no session.
 """
@@ -137,6 +137,7 @@ class _Chain:
     calls: int
     leases: dict[tuple[bytes, int], list[int]]
     leaves: list[tuple[int, bytes]] = field(default_factory=list)
+    signed_leaves: list[tuple[int, bytes]] = field(default_factory=list)
     unsigned_bytes: int = 0
     unsigned_since: float | None = None
     fresh_session: bool = True
@@ -174,6 +175,16 @@ class CreditBook:
                     totals.calls,
                     {key: list(value) for key, value in totals.leases.items()},
                 )
+
+    def wallet_of(self, device: PublicKey) -> PublicKey:
+        """The wallet that the device's next receipt is for. Raises `KeyError`."""
+        with self._lock:
+            return self._chains[device].wallet
+
+    def set_wallet(self, device: PublicKey, wallet: PublicKey) -> None:
+        """The device has been granted to another wallet: receipts from now on are for that one."""
+        with self._lock:
+            self._chains[device].wallet = wallet
 
     def session_started(self, device: PublicKey) -> None:
         """A new session with the device: its first receipt comes soon."""
@@ -216,7 +227,7 @@ class CreditBook:
             return [device for device, chain in self._chains.items() if chain.unsigned_since is not None]
 
     def next_statement(self, device: PublicKey) -> Statement:
-        """The next receipt's contents. `signed` must follow; paying goes on meanwhile."""
+        """The next receipt's contents. `signed` or `not_signed` must follow; paying goes on meanwhile."""
         with self._lock:
             chain = self._chains[device]
             while len(chain.leases) > MAX_LEASES:
@@ -235,11 +246,20 @@ class CreditBook:
                 merkle_root(leaves),
                 chain.previous,
             )
-            chain.leaves.clear()
+            chain.signed_leaves, chain.leaves = chain.leaves, []
             chain.unsigned_bytes = 0
             chain.unsigned_since = None
             chain.fresh_session = False
             return statement
+
+    def not_signed(self, statement: Statement, now: float) -> None:
+        """The statement could not be stored: what it covers is to be signed again."""
+        with self._lock:
+            chain = self._chains[statement.device]
+            chain.leaves = chain.signed_leaves + chain.leaves
+            chain.signed_leaves = []
+            chain.unsigned_since = now
+            chain.signing = False
 
     def signed(self, statement: Statement, digest: bytes) -> None:
         """The statement was signed and stored as a receipt of that digest."""
@@ -248,6 +268,7 @@ class CreditBook:
             assert chain.sequence + 1 == statement.sequence
             chain.sequence = statement.sequence
             chain.previous = digest
+            chain.signed_leaves = []
             chain.signing = False
 
     def totals(self, device: PublicKey) -> tuple[int, int]:

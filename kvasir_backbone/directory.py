@@ -76,9 +76,7 @@ class Directory:
         holding = self._holdings.pop(change.ended.lease, None)
         if holding is None:
             return Difference(frozenset(), {})
-        return Difference(
-            frozenset({holding.device}), {change.ended.lease: (holding, change.ended.reason)}
-        )
+        return Difference(frozenset({holding.device}), {change.ended.lease: (holding, change.ended.reason)})
 
     def mark(self, lease: bytes, epoch: int, **changes: object) -> None:
         """Note a state that the market has confirmed to this backbone before its change arrives."""
@@ -135,12 +133,17 @@ class Directory:
         """Windows that someone has a claim on."""
         return frozenset(holding.assignment.window for holding in self._holdings.values())
 
-    def roster(self, connected: Collection[PublicKey]) -> Roster:
-        """The proven replicas for the planner; `connected` are the devices with a session."""
+    def roster(self, connected: Collection[PublicKey], *, usable: Collection[PublicKey]) -> Roster:
+        """The proven replicas for the planner.
+
+        `connected` are the devices with a session; devices that are not `usable` are left out.
+        """
         found: dict[int, list[Replica]] = {}
         for holding in self._holdings.values():
             assignment = holding.assignment
             if assignment.state != "PROVEN" or assignment.window not in self.windows.number:
+                continue
+            if assignment.device not in usable:
                 continue
             found.setdefault(self.windows.number[assignment.window], []).append(
                 Replica(
@@ -155,4 +158,9 @@ class Directory:
                     connected=assignment.device in connected,
                 )
             )
-        return Roster(self.windows, {number: tuple(replicas) for number, replicas in found.items()})
+        honoured = frozenset(
+            (holding.assignment.lease, holding.assignment.epoch)
+            for holding in self._holdings.values()
+            if holding.assignment.state in ("PROVEN", "DRAINING")
+        )
+        return Roster(self.windows, {number: tuple(replicas) for number, replicas in found.items()}, honoured)

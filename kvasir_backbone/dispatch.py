@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -25,14 +25,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from kvasir_node.calls import Call, Data, Group, Reply, encode
+from kvasir_node.calls import Buffers, Call, Group, Reply, encode
 from kvasir_node.residual import residual
 from kvasir_node.tensors import bytes_to_rows, rows_to_bytes
 from market.plans import Plan
-from relay.errors import KvasirError
+from relay.errors import KvasirError, Refused
 from relay.identity import PublicKey, address_of
 
-from .audit import NormBand, Sample, check_outputs, limit_of
+from .audit import NormBand, Sample, limit_of, unfinite_rows
 from .credit import CreditBook, carried
 from .flight import Flight, Instruction, Owner, RunFallback, Send, Trip, WorkerCall
 from .pace import HedgeBudget
@@ -69,7 +69,7 @@ class Lines(Protocol):
         """The newest roster."""
 
     def submit(
-        self, device: PublicKey, call_id: int, message: Sequence[Data], done: Callable[[CallEnd], None]
+        self, device: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]
     ) -> None:
         """Send a call; `done` is called exactly once, on the loop's thread or at once."""
 
@@ -90,8 +90,8 @@ class Auditor(Protocol):
     def offer(self, replica: Replica, draw: Callable[[random.Random], Sample]) -> None:
         """One part of a valid reply; `draw` picks one of its outputs if the auditor wants one."""
 
-    def rejected(self, replica: Replica, reason: str, d: float) -> None:
-        """A reply was rejected before it was used."""
+    def rejected(self, replica: Replica, d: float) -> None:
+        """A reply was rejected before it was used: one of its outputs was off by `d`."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class OwnerBook:
 
 
 @dataclass(slots=True)
-class _Trip:
+class _Run:
     """One running dispatch: its inputs, outputs and queue of facts."""
 
     flight: Flight
@@ -181,23 +181,23 @@ class SwarmDispatcher:
         self, layer: int, rows: Tensor, ids: Tensor, keys: Sequence[RowKey], deadline_s: float
     ) -> Tensor:
         """See `seam.Dispatcher.dispatch`."""
-        trip = self._prepare(layer, rows, ids.tolist(), keys, deadline_s)
-        flight = trip.flight
+        run = self._prepare(layer, rows, ids.tolist(), keys, deadline_s)
+        flight = run.flight
         with self._owners():
             todo = flight.start(self._clock())
         while True:
-            self._carry_out(trip, todo)
+            self._carry_out(run, todo)
             if flight.done:
                 break
-            todo = self._wait(trip)
-        self._finish(trip)
+            todo = self._wait(run)
+        self._finish(run)
         if flight.failed:
-            raise self._failure(trip)
-        return trip.out.view(len(rows), trip.k, rows.shape[1])
+            raise self._failure(run)
+        return run.out.view(len(rows), run.k, rows.shape[1])
 
     def _prepare(
         self, layer: int, rows: Tensor, ids: list[list[int]], keys: Sequence[RowKey], deadline_s: float
-    ) -> _Trip:
+    ) -> _Run:
         n, width = rows.shape
         k = len(ids[0])
         assert len(ids) == n == len(keys)
@@ -208,7 +208,7 @@ class SwarmDispatcher:
             ids,
             owners=self._book.owners,
             hedges=self._hedges,
-            next_call=lambda: next(self._ids),
+            next_call=self.next_call,
             rng=self._rng,
             fallback=self._fallback,
             deadline=deadline,
@@ -220,61 +220,68 @@ class SwarmDispatcher:
                 self._demand[part.window] += len(part.rows)
         out = torch.empty(n * k, width, dtype=rows.dtype)
         metered = [key.metered for key in keys]
-        return _Trip(flight, layer, rows, k, out, metered, deadline, queue.SimpleQueue())
+        return _Run(flight, layer, rows, k, out, metered, deadline, queue.SimpleQueue())
 
     @contextmanager
     def _owners(self) -> Iterator[None]:
         with self._book.lock:
             yield
 
-    def _wait(self, trip: _Trip) -> list[Instruction]:
+    def _wait(self, run: _Run) -> list[Instruction]:
         """The next fact, and what the planner makes of it."""
-        pause = trip.flight.next_deadline() - self._clock()
+        pause = run.flight.next_deadline() - self._clock()
         try:
-            end = trip.facts.get(timeout=pause) if pause > 0 else trip.facts.get_nowait()
+            end = run.facts.get(timeout=pause) if pause > 0 else run.facts.get_nowait()
         except queue.Empty:
             with self._owners():
-                return trip.flight.handle_timeout(self._clock(), self._lines.roster())
-        call = trip.flight.call(end.call)
+                return run.flight.handle_timeout(self._clock(), self._lines.roster())
+        call = run.flight.call(end.call)
         if call is None:
             return []
         reason, code = end.message, end.code
-        if end.reply is not None:
-            outputs, reason = self._read(trip, call, end.reply)
+        if end.reply is not None and not self._honoured(call):
+            reason, code = "the lease ended or its epoch moved on while the call was out", "stale_epoch"
+        elif end.reply is not None:
+            outputs, reason = self._read(run, call, end.reply)
             if outputs is not None:
-                self._accept(trip, call, outputs, end.at)
+                self._accept(run, call, outputs, end.at)
                 return []
             code = "rejected"
         self._note_failure(call, code, reason)
         with self._owners():
-            return trip.flight.got_failure(call.id, self._clock())
+            return run.flight.got_failure(call.id, self._clock())
 
     # --- calls ---------------------------------------------------------------------------------------
 
-    def _carry_out(self, trip: _Trip, todo: Sequence[Instruction]) -> None:
+    def _honoured(self, call: WorkerCall) -> bool:
+        """Whether every lease of the call still stands: only the backbone enforces epochs."""
+        honoured = self._lines.roster().honoured
+        return all((replica.lease, replica.epoch) in honoured for replica, _ in call.groups)
+
+    def _carry_out(self, run: _Run, todo: Sequence[Instruction]) -> None:
         for item in todo:
             match item:
                 case Send(call):
-                    self._send(trip, call)
+                    self._send(run, call)
                 case Trip(device, reason):
                     self._trip(device, reason)
                     with self._book.lock:
                         self.stats.outcomes["late"] += 1
         for item in todo:  # after the messages are out, so that workers compute meanwhile
             if isinstance(item, RunFallback):
-                self._run_fallback(trip, item.parts)
+                self._run_fallback(run, item.parts)
 
-    def _send(self, trip: _Trip, call: WorkerCall) -> None:
-        everything = len(call.rows) == len(trip.rows)
-        rows = trip.rows if everything else trip.rows[list(call.rows)]
-        left_ms = int(1000 * max(0.001, min(trip.deadline - self._clock(), 600.0)))
+    def _send(self, run: _Run, call: WorkerCall) -> None:
+        everything = len(call.rows) == len(run.rows)
+        rows = run.rows if everything else run.rows[list(call.rows)]
+        left_ms = int(1000 * max(0.001, min(run.deadline - self._clock(), 600.0)))
         message = encode(
             Call(
                 id=call.id,
-                layer=trip.layer,
+                layer=run.layer,
                 row_count=len(call.rows),
                 deadline_ms=left_ms,
-                groups=tuple(make_group(replica, call, trip.flight, index) for replica, index in call.groups),
+                groups=tuple(make_group(replica, call, run.flight, index) for replica, index in call.groups),
                 rows=rows_to_bytes(rows.detach().contiguous()),
             )
         )
@@ -282,7 +289,7 @@ class SwarmDispatcher:
             self.stats.calls += 1
             self.stats.device_calls[call.device] += 1
             self._sent[call.id] = self._clock()
-        self._lines.submit(call.device, call.id, message, lambda end: self._deliver(trip.facts, end))
+        self._lines.submit(call.device, call.id, message, lambda end: self._deliver(run.facts, end))
 
     def _deliver(self, facts: queue.SimpleQueue[CallEnd], end: CallEnd) -> None:
         """On the loop's thread: hand a fact to its step thread; a given-up call's reply only teaches."""
@@ -298,46 +305,52 @@ class SwarmDispatcher:
                 if owner is not None:
                     owner.pace.observe(call.outputs, end.at - sent_at)
 
-    def _read(self, trip: _Trip, call: WorkerCall, reply: Reply) -> tuple[Tensor | None, str]:
+    def _read(self, run: _Run, call: WorkerCall, reply: Reply) -> tuple[Tensor | None, str]:
         """The reply's outputs [outputs, width], or None and why it is not usable."""
-        width = trip.rows.shape[1]
+        width = run.rows.shape[1]
         try:
             if reply.weighted or reply.outputs != call.outputs:
                 raise ValueError(f"{reply.outputs} outputs where {call.outputs} were asked for")
             outputs = bytes_to_rows(reply.rows, call.outputs, width, self._plan.wire_dtype)
         except (KvasirError, ValueError) as error:
             return None, str(error)
-        reason = check_outputs(outputs, call.outputs, width)
-        if reason is None:
-            reason = self._check_suspects(trip, call, outputs)
-        if reason is None:
-            return outputs, ""
-        if self._auditor is not None:
-            self._auditor.rejected(call.groups[0][0], reason, float("inf"))
-        return None, reason
+        reason = self._check_suspects(run, call, outputs)
+        return (outputs, "") if reason is None else (None, reason)
 
-    def _check_suspects(self, trip: _Trip, call: WorkerCall, outputs: Tensor) -> str | None:
-        """Recompute outputs whose norm is outside the layer's band; why the reply is wrong, or None."""
-        if self._reference is None:
-            return None
-        row_of, expert_of, replica_of = reply_order(call, trip.flight)
-        rows = trip.rows[row_of]
-        suspects = self._band.suspects(trip.layer, rows, outputs)
+    def _check_suspects(self, run: _Run, call: WorkerCall, outputs: Tensor) -> str | None:
+        """Recompute outputs that are not finite or far out of the norm band; why the reply is wrong, or None.
+
+        An output that is not finite here either is the model's doing, not the worker's.
+        """
+        row_of, expert_of, replica_of = reply_order(call, run.flight)
+        rows = run.rows[row_of]
+        broken = unfinite_rows(outputs)
+        suspects = broken or self._band.suspects(run.layer, rows, outputs)
         for place in suspects[:MAX_SUSPECTS]:
             replica = replica_of[place]
             row = rows[place].unsqueeze(0)
             try:
-                expected = self._reference.run(trip.layer, expert_of[place], row, replica.precision)
-            except KvasirError:
-                return None  # no bytes here: sampled audits elsewhere must do
+                expected = self._recompute(run.layer, expert_of[place], row, replica.precision)
+            except KvasirError:  # no bytes here: what is not finite is refused, the rest left to audits
+                return "the reply has values that are not finite" if broken else None
+            if not bool(torch.isfinite(expected).all()):
+                continue
             d = float(residual(outputs[place].unsqueeze(0), expected).max())
             if d > limit_of(replica.numerics):
-                return f"an output of expert {expert_of[place]} was wrong: d = {d:.3g}"
-            self._band.learn(trip.layer, row, expected)
+                reason = f"an output of expert {expert_of[place]} of layer {run.layer} was wrong: d = {d:.3g}"
+                if self._auditor is not None:
+                    self._auditor.rejected(replica, d)
+                return reason
+            self._band.learn(run.layer, row, expected)
         return None
 
-    def _accept(self, trip: _Trip, call: WorkerCall, outputs: Tensor, at: float) -> None:
-        flight = trip.flight
+    def _recompute(self, layer: int, expert: int, row: Tensor, precision: str) -> Tensor:
+        if self._reference is None:
+            raise Refused("not_found", "the backbone has no bytes of its own")
+        return self._reference.run(layer, expert, row, precision)
+
+    def _accept(self, run: _Run, call: WorkerCall, outputs: Tensor, at: float) -> None:
+        flight = run.flight
         with self._owners():
             taken = flight.got_reply(call.id, at)
             self.stats.outcomes["completed" if taken else "hedge_lost"] += 1
@@ -346,18 +359,18 @@ class SwarmDispatcher:
             part = flight.parts[index]
             stop = start + len(part.slots)
             if index in taken:
-                trip.out[list(part.slots)] = outputs[start:stop].to(trip.out.dtype)
+                run.out[list(part.slots)] = outputs[start:stop].to(run.out.dtype)
                 if self._auditor is not None:
-                    self._auditor.offer(replica, _drawer(trip, index, outputs[start:stop]))
+                    self._auditor.offer(replica, _drawer(run, index, outputs[start:stop]))
             start = stop
-        shares = carried(call, flight.parts, taken, trip.metered, self._plan.row_bytes)
+        shares = carried(call, flight.parts, taken, run.metered, self._plan.row_bytes)
         if shares:
-            self._credit.pay(call.device, call.id, trip.layer, shares, at)
+            self._credit.pay(call.device, call.id, run.layer, shares, at)
         _log.debug(
             "call.returned",
             outcome="completed" if taken else "hedge_lost",
             device=address_of(call.device),
-            layer=trip.layer,
+            layer=run.layer,
             rows=len(call.rows),
             outputs=call.outputs,
             bytes=sum(share.nbytes for share in shares),
@@ -388,27 +401,27 @@ class SwarmDispatcher:
 
     # --- the fallback --------------------------------------------------------------------------------
 
-    def _run_fallback(self, trip: _Trip, parts: Sequence[int]) -> None:
+    def _run_fallback(self, run: _Run, parts: Sequence[int]) -> None:
         assert self._reference is not None
         done: set[int] = set()
         for index in parts:
-            part = trip.flight.parts[index]
+            part = run.flight.parts[index]
             name = self._plan.windows[part.window].name
             try:
-                self._compute_here(trip, index)
+                self._compute_here(run, index)
             except KvasirError as error:
-                trip.flight.got_fallback_failure(index, f"window {name} has no live owner, and {error}")
+                run.flight.got_fallback_failure(index, f"window {name} has no live owner, and {error}")
                 continue
-            trip.flight.got_fallback((index,))
+            run.flight.got_fallback((index,))
             done.update(part.rows)
             with self._book.lock:
                 self.stats.fallback_windows[name] += len(part.rows)
         with self._book.lock:
             self.stats.fallback_rows += len(done)
 
-    def _compute_here(self, trip: _Trip, index: int) -> None:
+    def _compute_here(self, run: _Run, index: int) -> None:
         assert self._reference is not None
-        part = trip.flight.parts[index]
+        part = run.flight.parts[index]
         wanted: dict[int, tuple[list[int], list[int]]] = {}
         slots = iter(part.slots)
         for row, ids in zip(part.rows, part.ids, strict=True):
@@ -416,25 +429,25 @@ class SwarmDispatcher:
                 places = wanted.setdefault(expert, ([], []))
                 places[0].append(row)
                 places[1].append(next(slots))
-        for expert, (rows, places) in sorted(wanted.items()):
-            trip.out[places] = self._reference.run(trip.layer, expert, trip.rows[rows])
+        for expert, (rows, slots_of) in sorted(wanted.items()):
+            run.out[slots_of] = self._reference.run(run.layer, expert, run.rows[rows])
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def _finish(self, trip: _Trip) -> None:
+    def _finish(self, run: _Run) -> None:
         now = self._clock()
         with self._book.lock:
-            self.stats.redispatched += trip.flight.redispatched
+            self.stats.redispatched += run.flight.redispatched
             self.stats.hedges = self._hedges.hedges
-            for call in trip.flight.abandon(now):
+            for call in run.flight.abandon(now):
                 sent_at = self._sent.pop(call.id, None)
                 if sent_at is not None:
                     self._late[call.id] = (call, sent_at)
             while len(self._late) > MAX_LATE:
                 del self._late[next(iter(self._late))]
 
-    def _failure(self, trip: _Trip) -> DispatchFailed:
-        flight = trip.flight
+    def _failure(self, run: _Run) -> DispatchFailed:
+        flight = run.flight
         rows = {row for index in flight.failed for row in flight.parts[index].rows}
         windows = {self._plan.windows[flight.parts[index].window].name for index in flight.failed}
         reason = next(iter(flight.failed.values()))
@@ -442,10 +455,14 @@ class SwarmDispatcher:
             f"{reason}: start a node that can hold it (kvasir-backbone gaps shows what is missing)",
             rows=rows,
             window=windows.pop() if len(windows) == 1 else "",
-            outputs=trip.out.view(len(trip.rows), trip.k, -1),
+            outputs=run.out.view(len(run.rows), run.k, -1),
         )
 
     # --- what others read ----------------------------------------------------------------------------
+
+    def next_call(self) -> int:
+        """A call id that was never used before and never will be again."""
+        return next(self._ids)
 
     def take_demand(self) -> Mapping[str, int]:
         """Rows routed to each window since the last call, by the window's name."""
@@ -478,21 +495,16 @@ def reply_order(call: WorkerCall, flight: Flight) -> tuple[list[int], list[int],
     return rows, experts, replicas
 
 
-def _drawer(trip: _Trip, index: int, outputs: Tensor) -> Callable[[random.Random], Sample]:
+def _drawer(run: _Run, index: int, outputs: Tensor) -> Callable[[random.Random], Sample]:
     """Picks one output of a part at random, copied so that nothing else keeps the reply alive."""
 
     def draw(rng: random.Random) -> Sample:
-        part = trip.flight.parts[index]
+        part = run.flight.parts[index]
         place = rng.randrange(len(part.slots))
         slot = part.slots[place]
-        row = slot // trip.k
-        before = sum(1 for other in part.slots[:place] if other // trip.k == row)
+        row = slot // run.k
+        before = sum(1 for other in part.slots[:place] if other // run.k == row)
         expert = part.ids[part.rows.index(row)][before]
-        return Sample(trip.layer, expert, trip.rows[row].clone(), outputs[place].clone())
+        return Sample(run.layer, expert, run.rows[row].clone(), outputs[place].clone())
 
     return draw
-
-
-def numerics_of(roster: Roster, fallback: Collection[str]) -> str:
-    """Answer "exact" iff every owner and the fallback share one numerics class, else "mixed"."""
-    return "exact" if len(roster.numerics() | set(fallback)) <= 1 else "mixed"

@@ -58,7 +58,9 @@ def _own(architecture: str, module: Any, gate: Tensor, up: Tensor) -> Tensor:
         with torch.no_grad():
             value: Tensor = function(joined)
     except (RuntimeError, NotImplementedError) as error:  # an activation with learned parameters, on meta
-        raise ConfigError(f"{architecture} cannot be served: its activation needs weights ({error})") from None
+        raise ConfigError(
+            f"{architecture} cannot be served: its activation needs weights ({error})"
+        ) from None
     if value.is_meta:
         raise ConfigError(f"{architecture} cannot be served: its activation has learned parameters")
     return value
@@ -81,7 +83,7 @@ def _constants(module: Any) -> set[float]:
     found: set[float] = set()
     for owner in (module, getattr(module, "act_fn", None)):
         for value in vars(owner).values() if owner is not None else ():
-            if isinstance(value, float) and value > 0 or isinstance(value, int) and 0 < value <= 64:
+            if (isinstance(value, float) and value > 0) or (isinstance(value, int) and 0 < value <= 64):
                 found.add(float(value))
     return {value for value in found if not isinstance(value, bool)}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from relay.errors import ConfigError, KvasirError, Refused
 from .answers import (
     ClientGone,
     Numerics,
+    Prompts,
     StreamAnswer,
     Tally,
     WholeAnswer,
@@ -50,8 +51,6 @@ class GatewayConfig:
 
     model: str
     """The model's name in `/v1/models` and in requests."""
-    context_length: int
-    """Tokens of prompt and completion together, at most."""
     created: int = 0
     """When the model was taken into service, in unix seconds."""
     max_body_bytes: int = 4 * 1024 * 1024
@@ -68,8 +67,6 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("the model needs a name: give --model-name")
-        if self.context_length < 2:
-            raise ConfigError(f"a context of {self.context_length} tokens holds no prompt and completion")
         for name in ("max_body_bytes", "max_requests", "body_timeout_s", "write_timeout_s", "tick_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0")
@@ -160,7 +157,7 @@ class Gateway:
             "object": "model",
             "created": self.config.created,
             "owned_by": "kvasir",
-            "max_model_len": self.config.context_length,
+            "max_model_len": self._engine.room(0),
         }
 
     def _unknown_model(self, name: str) -> ApiError:
@@ -206,7 +203,7 @@ class Gateway:
         if body.model != self.config.model:
             raise self._unknown_model(body.model)
         generations = await self._prepare(body, tally)
-        sink = self._sink(request, body, tally, len(generations))
+        sink = self._sink(request, body, tally, [generation.prompt_ids for generation in generations])
         try:
             await run_choices(
                 self._engine,
@@ -227,23 +224,21 @@ class Gateway:
         return response
 
     def _sink(
-        self, request: web.Request, body: Body, tally: Tally, choices: int
+        self, request: web.Request, body: Body, tally: Tally, prompts: Prompts
     ) -> WholeAnswer | StreamAnswer:
-        kind = "chatcmpl" if body.is_chat else "cmpl"
         answer = Answer(
-            f"{kind}-{tally.id}", body.model, int(time.time()), body.is_chat, include_usage=body.include_usage
+            id=f"{'chatcmpl' if body.is_chat else 'cmpl'}-{tally.id}",
+            model=body.model,
+            created=int(time.time()),
+            is_chat=body.is_chat,
+            include_usage=body.include_usage,
+            token_ids=body.token_ids,
         )
         tally.streamed = body.stream
         if not body.stream:
-            return WholeAnswer(request, answer, tally, choices)
-        return StreamAnswer(
-            request,
-            answer,
-            tally,
-            choices,
-            numerics=self._numerics,
-            write_timeout_s=self.config.write_timeout_s,
-        )
+            return WholeAnswer(request, answer, tally, prompts)
+        timeout = self.config.write_timeout_s
+        return StreamAnswer(request, answer, tally, prompts, numerics=self._numerics, write_timeout_s=timeout)
 
     def _check_capacity(self) -> None:
         if self._draining:
@@ -295,13 +290,13 @@ class Gateway:
             for choice in range(body.sampling.n)
         ]
 
-    def _room(self, prompt: tuple[int, ...], body: Body) -> int:
+    def _room(self, prompt: Sequence[int], body: Body) -> int:
         """How many tokens the completion may have."""
-        room = self.config.context_length - len(prompt)
+        room = self._engine.room(len(prompt))
         wanted = body.sampling.max_tokens
         if room < (wanted or 1):
             param = "messages" if body.is_chat else "prompt"
-            raise context_too_long(self.config.context_length, len(prompt), wanted or 1, param)
+            raise context_too_long(len(prompt) + room, len(prompt), wanted or 1, param)
         return room if wanted is None else wanted
 
     def _encode(self, body: Body) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Experts run here, straight from the checkpoint: the fallback without an owner, and what audits compare with.
+"""Experts run here, straight from the checkpoint: the fallback, and what audits compare with.
 
 The same recipes and the same arithmetic as on a node (`kvasir_node.recipes`, `kvasir_node.experts`), one
 expert at a time, the most recently used kept in memory under a bound.
@@ -98,7 +98,7 @@ class LocalExperts:
         experts, sizes = torch.unique_consecutive(flat[order], return_counts=True)
         out = rows.new_empty(count * k, rows.shape[1])
         failed: dict[int, str] = {}
-        for expert, pairs in zip(experts.tolist(), order.split(sizes.tolist()), strict=True):
+        for expert, pairs in zip(experts.tolist(), torch.split(order, sizes.tolist()), strict=True):
             where = torch.div(pairs, k, rounding_mode="floor")
             try:
                 out[pairs] = self.run(layer, int(expert), rows[where])

@@ -123,6 +123,8 @@ class Body:
     include_usage: bool
     messages: tuple[Message, ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
+    token_ids: bool = False
+    """Whether the answer shows token ids too (`return_token_ids`, an extension that vLLM has as well)."""
 
     @property
     def is_chat(self) -> bool:
@@ -137,8 +139,10 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        value = json.loads(raw, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        value = json.loads(raw.decode("utf-8"), parse_constant=refuse)
+        if b"\\ud" in raw.lower():  # escapes can spell half a character, which is no text
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:  # Unicode errors are ValueErrors
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"We could not parse the JSON body of your request: {reason}") from None
     if not isinstance(value, dict):
@@ -231,8 +235,9 @@ def parse_chat(body: Mapping[str, Any]) -> Body:
     messages = _messages(fields.take("messages"))
     sampling = _sampling(fields, default_max_tokens=None)
     stream, include_usage = _stream(fields)
+    token_ids = fields.boolean("return_token_ids")
     fields.refuse_rest()
-    return Body(model, sampling, stream, include_usage, messages=messages)
+    return Body(model, sampling, stream, include_usage, messages=messages, token_ids=token_ids)
 
 
 def parse_completion(body: Mapping[str, Any]) -> Body:
@@ -242,8 +247,9 @@ def parse_completion(body: Mapping[str, Any]) -> Body:
     prompts = _prompts(fields.take("prompt"))
     sampling = _sampling(fields, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
     stream, include_usage = _stream(fields)
+    token_ids = fields.boolean("return_token_ids")
     fields.refuse_rest()
-    return Body(model, sampling, stream, include_usage, prompts=prompts)
+    return Body(model, sampling, stream, include_usage, prompts=prompts, token_ids=token_ids)
 
 
 def _model(fields: _Fields) -> str:
@@ -403,11 +409,13 @@ def _shorten(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice."""
+    """One finished choice. `prompt` and `tokens` are ids."""
 
     index: int
     text: str
     finish_reason: FinishReason
+    prompt: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +427,7 @@ class Answer:
     created: int
     is_chat: bool
     include_usage: bool = False
+    token_ids: bool = False
 
     def whole(self, choices: Sequence[Choice], prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -427,13 +436,17 @@ class Answer:
             "usage": usage(prompt_tokens, completion_tokens),
         }
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a chat choice, which carries the role; None for completions."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None) if self.is_chat else None
+    def opening(self, index: int, prompt: Sequence[int]) -> dict[str, Any] | None:
+        """A choice's first chunk: a chat's role, and the prompt's ids where ids are shown; else None."""
+        if not (self.is_chat or self.token_ids):
+            return None
+        return self._chunk(
+            index, {"role": "assistant", "content": ""} if self.is_chat else "", None, prompt=prompt
+        )
 
-    def chunk(self, index: int, text: str) -> dict[str, Any]:
-        """A chunk with text."""
-        return self._chunk(index, {"content": text} if self.is_chat else text, None)
+    def chunk(self, index: int, text: str, tokens: Sequence[int] = ()) -> dict[str, Any]:
+        """A chunk with text and the tokens behind it."""
+        return self._chunk(index, {"content": text} if self.is_chat else text, None, tokens=tokens)
 
     def closing(self, index: int, finish_reason: FinishReason) -> dict[str, Any]:
         """A choice's last chunk."""
@@ -443,16 +456,31 @@ class Answer:
         """The stream's last chunk where `include_usage` was asked for: usage and no choice."""
         return self._stream_head() | {"choices": [], "usage": usage(prompt_tokens, completion_tokens)}
 
-    def _chunk(self, index: int, piece: Any, finish_reason: FinishReason | None) -> dict[str, Any]:
+    def _chunk(
+        self,
+        index: int,
+        piece: Any,
+        finish_reason: FinishReason | None,
+        *,
+        prompt: Sequence[int] = (),
+        tokens: Sequence[int] = (),
+    ) -> dict[str, Any]:
         name = "delta" if self.is_chat else "text"
         choice = {"index": index, name: piece, "logprobs": None, "finish_reason": finish_reason}
-        body = self._stream_head() | {"choices": [choice]}
+        body = self._stream_head() | {"choices": [choice | self._ids(prompt, tokens)]}
         return body | {"usage": None} if self.include_usage else body
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         piece = {"message": message} if self.is_chat else {"text": choice.text}
-        return {"index": choice.index, "logprobs": None, "finish_reason": choice.finish_reason} | piece
+        head = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish_reason}
+        return head | piece | self._ids(choice.prompt, choice.tokens)
+
+    def _ids(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
+        if not self.token_ids:
+            return {}
+        shown = {"token_ids": list(tokens)}
+        return shown | {"prompt_token_ids": list(prompt)} if prompt else shown
 
     def _stream_head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion")

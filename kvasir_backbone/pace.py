@@ -130,6 +130,11 @@ class Breaker:
         self.retry_at = now + self._cooling_s
         self._cooling_s = min(2 * self._cooling_s, LONGEST_COOLING_S)
 
+    def reconnected(self, now: float) -> None:
+        """A new session with the device: an open breaker may be tried at once."""
+        if self.is_open:
+            self.retry_at = now
+
     def succeed(self) -> None:
         """A real call gave the right answer."""
         self.is_open = False

@@ -54,9 +54,7 @@ class Prompter:
         return tuple(prompt)
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        # JSON can carry lone surrogates, which no tokenizer takes; they become U+FFFD as in any decoder.
-        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return tuple(self._tokenizer(clean, add_special_tokens=special, verbose=False)["input_ids"])
+        return tuple(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _not_empty(self, ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         """An empty prompt starts the model at its beginning-of-text token, as the API reference says."""

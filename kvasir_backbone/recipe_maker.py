@@ -114,7 +114,8 @@ class RecipeMaker:
         """compressed-tensors: int4 "pack-quantized", or fp8 with one scale a row or a tensor."""
         from transformers.integrations.compressed_tensors import get_experts_scheme
 
-        scheme = get_experts_scheme(self._skeleton.quantizer.compressor.quantization_config)
+        scheme_of: Any = get_experts_scheme
+        scheme = scheme_of(self._skeleton.quantizer.compressor.quantization_config)
         arguments = scheme.weights
         by_pattern = {slot.pattern: slot for slot in feed.slots}
         for slot in feed.slots:
@@ -135,13 +136,9 @@ class RecipeMaker:
             elif pattern.endswith(".weight"):
                 scale = by_pattern.get(pattern + "_scale")
                 op = None if scale is None else _block_op(slot, scale)
-                yield _Dequantised(
-                    slot.pattern, (slot,) if scale is None else (slot, scale), slot.shape, op
-                )
+                yield _Dequantised(slot.pattern, (slot,) if scale is None else (slot, scale), slot.shape, op)
 
-    def _structure(
-        self, module: Any, feed: Feed, weights: tuple[_Dequantised, ...]
-    ) -> Iterator[_Structure]:
+    def _structure(self, module: Any, feed: Feed, weights: tuple[_Dequantised, ...]) -> Iterator[_Structure]:
         """Read off the roles of one parameter from where each position ends up."""
         codes = self._coded(feed, weights)
         for role, part in _roles(module, feed.parameter, codes):
@@ -175,9 +172,7 @@ class RecipeMaker:
         bare = Feed(feed.parameter, feed.target, converter, slots)
         return self._conversion.convert(bare, [c.unsqueeze(0) if fused else c for c in codes], converter)
 
-    def _read_off(
-        self, feed: Feed, role: str, part: Tensor, weights: tuple[_Dequantised, ...]
-    ) -> _Structure:
+    def _read_off(self, feed: Feed, role: str, part: Tensor, weights: tuple[_Dequantised, ...]) -> _Structure:
         """The steps that make `part` (positions in the role's own orientation) of one of `weights`."""
         import torch
 
@@ -204,7 +199,7 @@ class RecipeMaker:
 def prove(
     conversion: Conversion, module: Any, feeds: tuple[Feed, ...], recipe: LayerRecipe, expert: int
 ) -> None:
-    """Prove a recipe on one expert: the weights that transformers makes, and the output that the module gives.
+    """Prove a recipe on one expert: the weights are those of transformers, the output the module's own.
 
     Raises `ConfigError` naming layer and expert where it fails.
     """
@@ -346,7 +341,9 @@ def _block_op(slot: Slot, scale: Slot) -> tuple[Any, ...]:
     """The fp8 step of a weight [out, in] with its grid of scales (missing dimensions count as one)."""
     grid = (1, 1, *scale.shape)[-2:]
     if not slot.dtype.startswith("F8_E") or len(slot.shape) != 2:
-        raise ConfigError(f"{slot.keys[0].name} has a scale but is stored as {slot.dtype}: no recipe for that")
+        raise ConfigError(
+            f"{slot.keys[0].name} has a scale but is stored as {slot.dtype}: no recipe for that"
+        )
     rows, columns = slot.shape
     if rows % grid[0] or columns % grid[1]:
         raise ConfigError(f"{slot.keys[0].name} {slot.shape} is not a multiple of its scales {grid}")

@@ -63,10 +63,15 @@ class WindowMap:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The proven replicas of every window, by the window's number in the plan."""
+    """The proven replicas of every window, by the window's number in the plan.
+
+    `honoured` has (lease, epoch) of every claim whose replies are still taken: the proven ones, and those
+    that are draining.
+    """
 
     windows: WindowMap
     replicas: Mapping[int, tuple[Replica, ...]] = field(default_factory=dict)
+    honoured: frozenset[tuple[bytes, int]] = frozenset()
 
     def of(self, window: int) -> tuple[Replica, ...]:
         """The replicas of that window, connected or not."""

@@ -135,7 +135,9 @@ class Scheduler:
             )
         if len(self._waiting) >= self.config.max_waiting:
             raise Refused(
-                "overloaded", f"{len(self._waiting)} requests are waiting already; try again", retry_after_s=1.0
+                "overloaded",
+                f"{len(self._waiting)} requests are waiting already; try again",
+                retry_after_s=1.0,
             )
 
     def add(self, request: int, prompt: int) -> None:
@@ -187,11 +189,13 @@ class Scheduler:
         for state in [state for state in self._running if state.computed < state.prompt]:
             if sum(segment.rows for segment in segments) < self.config.step_rows:
                 self._place(state, segments, preempted)
-        while not preempted and sum(segment.rows for segment in segments) < self.config.step_rows:
+        admitting = not preempted
+        while admitting and sum(segment.rows for segment in segments) < self.config.step_rows:
             admitted = self._admit()
-            if admitted is None:
+            if admitted is not None:
+                self._place(admitted, segments, preempted)
+            elif segments or not self._yield_idle(preempted):
                 break
-            self._place(admitted, segments, preempted)
         return Step(tuple(segments), tuple(preempted))
 
     def _place(self, state: _Request, segments: list[Segment], preempted: list[int]) -> None:
@@ -230,15 +234,24 @@ class Scheduler:
         return min(state.computed + self.config.rowwise_rows, state.length), True
 
     def _admit(self) -> _Request | None:
-        """The first waiting request, if its known tokens fit beside one more block for everyone running."""
-        if not self._waiting or len(self._running) >= self.config.max_running:
+        """The first request that waits, if it fits beside one more block for everyone running."""
+        state = next((state for state in self._waiting if not state.paused), None)
+        if state is None or len(self._running) >= self.config.max_running:
             return None
-        state = self._waiting[0]
         if self._running and self._blocks(state.length + 1) + len(self._running) > self.free_blocks:
             return None
-        self._waiting.popleft()
+        self._waiting.remove(state)
         self._running.append(state)
         return state
+
+    def _yield_idle(self, preempted: list[int]) -> bool:
+        """Where nothing else can run: take the blocks of a request that nobody reads, if another waits."""
+        idle = [state for state in self._running if state.paused]
+        if not idle or all(state.paused for state in self._waiting):
+            return False
+        preempted.append(idle[-1].id)
+        self._preempt(idle[-1])
+        return True
 
     def _victim(self) -> _Request:
         """Who gives its blocks back: the youngest that its client does not read, else the youngest."""

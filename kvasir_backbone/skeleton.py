@@ -76,9 +76,10 @@ def build_skeleton(path: Path) -> Skeleton:
     from transformers import AutoModelForCausalLM
 
     config = load_config(path)
+    auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         raise ConfigError(
             f"{config.model_type}: transformers has no causal language model of this type ({error})"
@@ -109,7 +110,7 @@ def load_config(path: Path) -> Any:
 
 def is_experts_class(cls: type) -> bool:
     """Whether `use_experts_implementation` decorated this class."""
-    forward = getattr(cls, "forward", None)
+    forward: Any = getattr(cls, "forward", None)
     return hasattr(forward, "__wrapped__") and "experts_interface" in forward.__code__.co_freevars
 
 

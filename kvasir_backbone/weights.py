@@ -111,13 +111,17 @@ class WeightsEndpoint:
 
     def _parse(self, request: web.Request) -> ByteRange:
         if request.match_info["plan"] != self._plan_hex:
-            raise Refused("not_found", "this backbone serves another plan: ask the market for the current one")
+            raise Refused(
+                "not_found", "this backbone serves another plan: ask the market for the current one"
+            )
         name = request.match_info["file"]
         if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= len(self._paths):
             raise Refused("not_found", f"the plan has files 0 to {len(self._paths) - 1}, not {name[:20]!r}")
         match = _RANGE.fullmatch(request.headers.get("Range", ""))
         if match is None:
-            raise RangeNotSatisfiable("send exactly one range, as in Range: bytes=0-1023", self._size(int(name)))
+            raise RangeNotSatisfiable(
+                "send exactly one range, as in Range: bytes=0-1023", self._size(int(name))
+            )
         first, last = map(int, match.groups())
         if last < first or last >= self._size(int(name)):
             raise RangeNotSatisfiable("the range is not inside the file", self._size(int(name)))
@@ -175,7 +179,9 @@ class WeightsEndpoint:
         file = os.open(self._paths[number], os.O_RDONLY | getattr(os, "O_BINARY", 0))
         if os.fstat(file).st_size != self._size(number):
             os.close(file)
-            raise Refused("internal", f"file {self._plan.files[number].name} has changed since it was planned")
+            raise Refused(
+                "internal", f"file {self._plan.files[number].name} has changed since it was planned"
+            )
         return file
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, TextIO, cast
 import aiohttp
 import base58
 import structlog
+from structlog.typing import EventDict, WrappedLogger
 
 from market.client import MarketClient
 from market.messages import CreditStatement, credits_of
@@ -188,10 +189,14 @@ def _run(arguments: argparse.Namespace) -> int:
     book = LogBook(config.state_dir / LOG_FILE, copy=None if live else sys.stderr)
     logs.configure(json=True, level=arguments.log_level)
     stream = cast(TextIO, book)
+
+    def named(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        return {**event, "node": config.name} if config.name else event
+
     structlog.configure(
-        logger_factory=lambda *names: logs.LineLogger(names[0] if names else "kvasir", stream)
+        processors=[named, *structlog.get_config()["processors"]],
+        logger_factory=lambda *names: logs.LineLogger(names[0] if names else "kvasir", stream),
     )
-    structlog.contextvars.bind_contextvars(**({"node": config.name} if config.name else {}))
     use_uvloop = os.environ.get("KVASIR_LOOP") != "default"
     try:
         run_loop(_serve(config, passphrase, live=live), use_uvloop=use_uvloop)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 import torch
 from torch import Tensor
 
-from relay.errors import KvasirError, Refused
+from relay.errors import Refused
 
 from .batching import Batcher, Drop, ExpertKey, Part, Run, Work
 from .calls import Call, Reply
@@ -193,24 +194,34 @@ class Compute:
                 return True
             if job is None:
                 return False
-            try:
-                job.prepare()
-            except KvasirError as error:
-                self._deliver(job, error if isinstance(error, Refused) else Refused(error.code, str(error)))
-            else:
+            if self._guarded((job,), job.prepare):
                 self._batcher.add(job.work)
 
     def _step(self, run: Run[Job]) -> None:
-        try:
-            self._run_expert(run)
-        except Exception as error:  # the boundary of one batch: a fault of ours fails its calls, no others
-            log.exception("batch.failed", layer=run.key[1], expert=run.key[2], jobs=len(run.works))
+        if not self._guarded([work.owner for work in run.works], partial(self._run_expert, run)):
             for work in run.works:
                 self._batcher.abandon(work)
-                self._deliver(work.owner, Refused("internal", f"the expert failed to run: {error}"))
             return
         for work in self._batcher.done(run):
-            self._deliver(work.owner, work.owner.reply(self._clock()))
+            self._guarded((work.owner,), partial(self._answer, work.owner))
+
+    def _answer(self, job: Job) -> None:
+        self._deliver(job, job.reply(self._clock()))
+
+    def _guarded(self, jobs: Sequence[Job], act: Callable[[], None]) -> bool:
+        """Do something for `jobs`; the boundary at which a fault of ours fails them and no others."""
+        try:
+            act()
+        except Refused as refusal:
+            outcome = refusal
+        except Exception as error:
+            log.exception("batch.failed", layer=jobs[0].call.layer, jobs=len(jobs))
+            outcome = Refused("internal", f"the expert failed to run: {error}")
+        else:
+            return True
+        for job in jobs:
+            self._deliver(job, outcome)
+        return False
 
     def _run_expert(self, run: Run[Job]) -> None:
         key = run.key

@@ -55,6 +55,10 @@ RELEASE_S: Final = 5.0
 """How long the market has to take a release or a drain when the node leaves."""
 
 
+LAST_RECEIPT_S: Final = 1.0
+"""How long the node waits for the receipts that backbones sign when it drains; later ones come next time."""
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """One lease of this node, from its claim to its end."""
@@ -112,6 +116,7 @@ class Node:
         self._certificates: dict[PublicKey, Certificate] = {}
         self._changed = asyncio.Event()
         self._beat_now = asyncio.Event()
+        self._receipted = asyncio.Event()
         self._budget = 0
         self._network = "unknown"
         self._generation = 0
@@ -223,6 +228,7 @@ class Node:
         config, status = self._config, self._status
         status.base = Phase.DRAINING
         status.message = "finishing what is in flight"
+        log.info("node.draining", leases=len(self._held), sessions=len(status.sessions))
         held = list(self._held.values())
         for one in held:
             if one.loading is not None:
@@ -231,7 +237,10 @@ class Node:
         await _politely(
             (market.drain(one.id, one.clock.epoch, reason=reason) for one in held if one.loaded), RELEASE_S
         )
+        self._receipted.clear()
         finished = await self._server.drain(reason, timeout=config.drain_s)
+        if self._circuits.called and self._server.served.calls:
+            await _politely([self._receipted.wait()], LAST_RECEIPT_S)
         await self._circuits.close("draining", reason)
         await _politely((market.release(one.id, one.clock.epoch, reason=reason) for one in held), RELEASE_S)
         for one in held:
@@ -523,6 +532,7 @@ class Node:
             self._status.notify(f"a receipt was not signed: {error}")
             log.warning("receipt.rejected", reason=str(error))
             return None
+        self._receipted.set()
         return ack.to_bytes()
 
     def _receive_notice(self, notice: Notice) -> None:

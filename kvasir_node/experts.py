@@ -14,12 +14,12 @@ from torch import Tensor
 
 from market.plans import Plan
 from market.windows import Window
-from relay.errors import Refused
+from relay.errors import ConfigError, Refused
 
 from .execution import check_batch_invariance, check_layer, choose_execution, numerics_class
 from .ffn import TORCH, Execution, Ffn, Kernel, run_expert
 from .precision import hash_expert, quantisation_error, quantise
-from .recipes import ExpertTensors, Read, load_expert
+from .recipes import ExpertTensors, Read, RecipeError, load_expert
 from .tensors import WIRE_TORCH
 
 __all__ = [
@@ -52,8 +52,9 @@ class WindowExperts:
         plan: Plan,
         window: Window,
         precision: str,
-        experts: Mapping[tuple[int, int], ExpertTensors],
+        ffns: Mapping[tuple[int, int], Ffn],
         *,
+        kept_bytes: int = 0,
         execution: Execution = TORCH,
         quantised_hash: bytes = b"",
     ) -> None:
@@ -63,10 +64,9 @@ class WindowExperts:
         self.execution = execution
         self.quantised_hash = quantised_hash
         self.numerics = numerics_class(plan, precision, execution)
-        self.kept_bytes = sum(tensors.nbytes for tensors in experts.values())
+        self.kept_bytes = kept_bytes
         self.wire_dtype = WIRE_TORCH[plan.wire_dtype]
-        formulas = {recipe.layer: recipe.formula for recipe in plan.window_layers(window)}
-        self._ffns = {key: execution.bind(tensors, formulas[key[0]]) for key, tensors in experts.items()}
+        self._ffns = dict(ffns)
 
     @classmethod
     def load(
@@ -93,15 +93,31 @@ class WindowExperts:
             check_layer(plan, recipe)
         count = window.expert_end - window.expert_start
         digest = hashlib.sha256(f"kvasir experts 1 {precision}\n".encode("ascii"))
-        experts: dict[tuple[int, int], ExpertTensors] = {}
+        ffns: dict[tuple[int, int], Ffn] = {}
+        kept = 0
         for recipe in layers:
             for expert in range(window.expert_start, window.expert_end):
-                tensors = quantise(load_expert(recipe, expert, read), precision)
+                try:
+                    tensors = quantise(load_expert(recipe, expert, read), precision)
+                except RecipeError:
+                    raise
+                except ConfigError as error:
+                    raise ConfigError(f"layer {recipe.layer}, expert {expert}: {error}") from None
                 hash_expert(digest, recipe.layer, expert, tensors)
-                experts[recipe.layer, expert] = tensors
+                kept += tensors.nbytes
+                # A kernel may keep the weights in an order of its own: nothing else holds on to them here.
+                ffns[recipe.layer, expert] = execution.bind(tensors, recipe.formula)
                 if progress is not None:
-                    progress(len(experts), len(layers) * count)
-        return cls(plan, window, precision, experts, execution=execution, quantised_hash=digest.digest())
+                    progress(len(ffns), len(layers) * count)
+        return cls(
+            plan,
+            window,
+            precision,
+            ffns,
+            kept_bytes=kept,
+            execution=execution,
+            quantised_hash=digest.digest(),
+        )
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether (layer, expert) is in this window."""

@@ -6,7 +6,8 @@ The weights stay in the dtype they are kept in and are widened block by block on
 once, to the dtype of the rows. An output row does not depend on the rows beside it (**batch invariance**):
 
 * a matrix product of 1, 2 or 3 rows takes other paths through BLAS than one of 4 or more, which agree bit
-  for bit, so rows are padded to 4;
+  for bit, so rows are padded to 4; one of 11 columns or fewer even depends on where a row lies in memory,
+  so columns are padded to 16;
 * an element-wise function treats the last elements of a tensor one by one and all others in vectors, with
   different last bits, so hidden values are computed in buffers with a margin after the last row.
 
@@ -37,6 +38,9 @@ Ffn = Callable[[Tensor], Tensor]
 MIN_ROWS: Final = 4
 """Matrix products have at least this many rows (see the module docstring)."""
 
+MIN_COLUMNS: Final = 16
+"""Matrix products have at least this many columns, the outputs of a layer (see the module docstring)."""
+
 MAX_ROWS: Final = 256
 """More rows than this run in several products, which bounds memory."""
 
@@ -48,7 +52,8 @@ class Kernel(Protocol):
     """A faster way to run an expert than torch, for some precisions and formulas.
 
     `family` names instruction set and reduction order and is part of the numerics class; `activations` is
-    "none", or "int8" where rows are quantised before the product. It must be batch invariant by itself.
+    "none", or "int16" or "int8" where rows are quantised before the product. It must be batch invariant by
+    itself.
     """
 
     family: str
@@ -145,29 +150,41 @@ def _ffn(tensors: ExpertTensors, formula: GateFormula, rows: Tensor) -> Tensor:
 
 def _linear(rows: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
     """rows [n, in] @ matrix.T + bias as a flat fp32 buffer: n * out values, then `MARGIN` zeros."""
-    count, (height, width) = rows.shape[0], matrix.shape
+    count, height = rows.shape[0], matrix.shape[0]
     flat = torch.empty(count * height + MARGIN)
     flat[count * height :] = 0.0
     out = flat[: count * height].view(count, height)
-    if isinstance(matrix, DenseMatrix) and matrix.tensor.dtype == torch.float32:
+    dense = isinstance(matrix, DenseMatrix) and matrix.tensor.dtype == torch.float32
+    if dense and height >= MIN_COLUMNS:
+        assert isinstance(matrix, DenseMatrix)
         torch.mm(rows, matrix.tensor.t(), out=out)
     else:
-        step = min(block_rows(width), height)
-        block = _scratch_block(step, width)
-        for start in range(0, height, step):
-            stop = min(start + step, height)
-            part = block[: stop - start]
-            matrix.fill(start, stop, part)
-            torch.mm(rows, part.t(), out=out[:, start:stop])
+        _linear_in_blocks(rows, matrix, out)
     if bias is not None:
         out.add_(bias)
     return flat
+
+
+def _linear_in_blocks(rows: Tensor, matrix: Matrix, out: Tensor) -> None:
+    """out [n, out] = rows [n, in] @ matrix.T, widening some rows of the matrix at a time."""
+    height, width = matrix.shape
+    step = min(block_rows(width), max(height, MIN_COLUMNS))
+    block = _scratch_block(step, width)
+    for start in range(0, height, step):
+        count = min(step, height - start)
+        matrix.fill(start, start + count, block[:count])
+        if count >= MIN_COLUMNS:
+            torch.mm(rows, block[:count].t(), out=out[:, start : start + count])
+        else:
+            block[count:MIN_COLUMNS] = 0.0
+            out[:, start : start + count] = torch.mm(rows, block[:MIN_COLUMNS].t())[:, :count]
 
 
 def _scratch_block(rows: int, width: int) -> Tensor:
     """A block that this thread reuses: fresh memory costs more than the widening itself."""
     flat: Tensor | None = getattr(_scratch, "flat", None)
     if flat is None or flat.numel() < rows * width:
-        flat = torch.empty(max(rows * width, BLOCK_ELEMENTS))
+        with torch.inference_mode(False):  # reused inside and outside of that mode
+            flat = torch.empty(max(rows * width, BLOCK_ELEMENTS))
         _scratch.flat = flat
     return flat[: rows * width].view(rows, width)

@@ -6,11 +6,12 @@ dimension; the last group of a row may be shorter. All arithmetic below is IEEE 
 * **dense**: the weights in fp32, bf16 or fp16. Widening to fp32 on use is exact.
 * **int8**, groups of 128: `a = max |w|`, `scale = a / 127`, `q = clamp(round(w / scale), -127, 127)`, and
   q = 0 where the scale is 0. `q` is int8 [out, in], `scale` fp32 [out, groups]. Value: `q * scale`.
-* **int4**, asymmetric, groups of 32: `minimum = bf16(min w)`, `scale = bf16((max w - minimum) / 15)`,
-  `q = clamp(round((w - minimum) / scale), 0, 15)`, and q = 0 where the scale is 0. `scale` and `minimum` are
-  bf16 [out, groups]. Each group is 16 bytes: byte j holds element j in its low four bits and element
-  j + 16 in its high four bits; elements past the end of a shorter last group are 0. `packed` is uint8
-  [out, groups * 16]. Value: `q * scale + minimum`, the product exact, the sum rounded once.
+* **int4**, asymmetric, groups of 32: `minimum = bf16(min w)`,
+  `scale = bf16(max(0, max w - minimum) / 15)`, `q = clamp(round((w - minimum) / scale), 0, 15)`, and q = 0
+  where the scale is 0. `scale` and `minimum` are bf16 [out, groups]. Each group is 16 bytes: byte j holds
+  element j in its low four bits and element j + 16 in its high four bits; elements past the end of a shorter
+  last group are 0. `packed` is uint8 [out, groups * 16]. Value: `q * scale + minimum`, the product exact, the
+  sum rounded once.
 
 Knows torch and these formats. Knows no plans, files or formulas.
 """
@@ -190,7 +191,7 @@ def quantise_int4(weights: Tensor) -> Int4Matrix:
         inside[:, -1, INT4_GROUP - tail :] = inside[:, -1, :1]
     minimum = inside.amin(dim=-1).to(torch.bfloat16)
     low = minimum.float()
-    scale = ((inside.amax(dim=-1) - low) / 15.0).to(torch.bfloat16)
+    scale = ((inside.amax(dim=-1) - low).clamp_(min=0.0) / 15.0).to(torch.bfloat16)
     step = scale.float()
     if not bool(torch.isfinite(low).all() and torch.isfinite(step).all()):
         raise ConfigError("the weights do not fit int4: a group's range is over what bf16 holds")

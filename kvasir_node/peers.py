@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 OUTBOX_LIMIT: Final = 256
 """Answers waiting for one session to take them; beyond it the session is not read."""
 
+RECEIPT_LIMIT: Final = 16
+"""Receipts of one session waiting to be acknowledged; beyond it the session is not read."""
+
 
 class Session(Protocol):
     """What serving needs of `relay.transport.SecureSession`."""
@@ -44,6 +47,7 @@ class Peer:
         self.refs: dict[int, Reference] = {}
         self.jobs: set[Job] = set()
         self.served = Served()
+        self.receipts: asyncio.Queue[bytes] = asyncio.Queue(RECEIPT_LIMIT)
         self.room = asyncio.Event()
         self.room.set()
         self.flushed = asyncio.Event()

@@ -133,6 +133,10 @@ class ExpertServer:
             return False
         return True
 
+    def resume(self) -> None:
+        """Take calls again after `drain`. Backbones learn it from the market, or by trying."""
+        self._draining = None
+
     # --- sessions ---
 
     async def handle_session(self, session: Session) -> None:
@@ -143,6 +147,7 @@ class ExpertServer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(peer.write())
+                tasks.create_task(self._acknowledge(peer))
                 await self._read(peer)
         except* (KvasirError, OSError) as group:
             error = _first(group)
@@ -168,14 +173,20 @@ class ExpertServer:
                 case References(refs):
                     peer.learn(refs)
                 case ReceiptMessage(receipt):
-                    ack = await self._on_receipt(receipt) if self._on_receipt is not None else None
-                    if ack is not None:
-                        peer.put(ReceiptAck(ack))
+                    await peer.receipts.put(receipt)
                 case Notice():
                     if self._on_notice is not None:
                         self._on_notice(message)
                 case _:
                     raise RemoteProtocolError(f"a backbone does not send {type(message).__name__}")
+
+    async def _acknowledge(self, peer: Peer) -> None:
+        """Pass receipts on, one after another: keeping one may take a disk's time, and calls go on."""
+        while True:
+            receipt = await peer.receipts.get()
+            ack = await self._on_receipt(receipt) if self._on_receipt is not None else None
+            if ack is not None:
+                peer.put(ReceiptAck(ack))
 
     # --- calls ---
 

@@ -208,8 +208,8 @@ class Plan:
     def kept_bytes(self, window: Window, precision: str = "stored") -> int:
         """Bytes a node keeps in memory for `window` at `precision`.
 
-        int8 keeps one byte a weight and one 4-byte scale a group of 128 inputs, int4 half a byte and one
-        2-byte scale and one 2-byte minimum a group of 32 (kvasir_node.experts defines them bit for bit).
+        int8 keeps one byte a weight and one 4-byte scale a group of 128 inputs, int4 16 bytes, a
+        2-byte scale and a 2-byte minimum a group of 32 (kvasir_node.numerics defines them bit for bit).
         """
         count = window.expert_end - window.expert_start
         total = 0
@@ -228,7 +228,7 @@ class Plan:
                 elif precision == "int8":
                     per_expert += elements + 4 * tensor.shape[0] * -(-tensor.shape[1] // 128)
                 elif precision == "int4":
-                    per_expert += -(-elements // 2) + 4 * tensor.shape[0] * -(-tensor.shape[1] // 32)
+                    per_expert += 20 * tensor.shape[0] * -(-tensor.shape[1] // 32)
                 else:
                     raise KeyError(precision)
             if precision == "stored":
@@ -392,11 +392,8 @@ def parse_plan(fields: Mapping[str, Any]) -> Plan:
     if sum(layer.experts * sum(1 for _ in layer.sources()) for layer in layers) > MAX_RANGES:
         raise RemoteProtocolError(f"the plan names more than {MAX_RANGES} expert tensors")
     precisions = tuple(_list(fields, "precisions", len(PRECISIONS)))
-    if (
-        not precisions
-        or len(set(map(str, precisions))) != len(precisions)
-        or set(precisions) - set(PRECISIONS)
-    ):
+    known = [precision for precision in PRECISIONS if precision in precisions]
+    if not precisions or len(known) != len(precisions):
         raise RemoteProtocolError(f"the plan's precisions are not distinct ones of {', '.join(PRECISIONS)}")
     return Plan(
         model=_text(fields, "model"),

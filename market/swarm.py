@@ -36,6 +36,8 @@ from relay.identity import (
 )
 from relay.keyfiles import load_or_create, read_secret
 
+from .requests import encode_bytes
+
 RENEW_BEFORE_S: Final = MAX_CERTIFICATE_LIFETIME_S // 2
 """A certificate with less than this left is renewed."""
 
@@ -150,10 +152,11 @@ class SwarmKeys:
         certificate = _load_certificate(self.folder, request, self.root_public, now)
         if certificate is None:
             if self.root is None:
+                word = encode_bytes(request.to_bytes())
                 raise ConfigError(
-                    f"{self.folder} has no valid certificate for its {role} key and no root key to make one: "
-                    f"run `kvasir-market swarm request --role {role}` here, have it certified where the root "
-                    f"is (`kvasir-market swarm certify`), and put the answer at {self.folder / role}.cert"
+                    f"{self.folder / role}.cert is missing or has run out, and the root key is kept "
+                    f"elsewhere: run `kvasir-market swarm certify {word} --out {role}.cert` there, and put "
+                    "the answer here"
                 )
             certificate = certify(self.root, request, serial=_next_serial(self.folder, role), now=now)
             store_certificate(self.folder, certificate)

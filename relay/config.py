@@ -1,4 +1,4 @@
-"""What a relay can be told. Read from arguments in `cli.py` alone; checked here."""
+"""What a relay and its clients can be told. Read from arguments in `cli.py` alone; checked here."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class RelayConfig:
     host: str = "0.0.0.0"  # address to listen on (standalone)
     port: int = 8421  # port to listen on; 0 takes a free one (standalone)
     market_url: str = ""  # the market whose tickets count (standalone)
+    public_url: str = ""  # where peers reach it; listed at the market if given (standalone)
     state_dir: Path | None = None  # where key and certificate lie (standalone)
     ping_s: float = 15.0  # shortest pause between pings to a peer
     ping_jitter_s: tuple[float, float] = (1.0, 5.0)  # added to each pause, uniform
@@ -54,6 +55,8 @@ class RelayConfig:
         for name in ("drain_s", "retry_after_s", "ticket_grace_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative")
+        if self.public_url and not self.public_url.startswith(("http://", "https://")):
+            raise ConfigError(f"{self.public_url!r} is not a URL: it looks like https://HOST:PORT")
         low, high = self.ping_jitter_s
         if not 0 <= low <= high:
             raise ConfigError("ping_jitter_s is a pair of seconds, the smaller first")
@@ -72,3 +75,29 @@ class RelayConfig:
             address_connections=self.address_connections,
             connections=self.connections,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """How a client behaves on its connection to a relay. All times in seconds."""
+
+    connect_timeout_s: float = 10.0  # dialling and proving who we are
+    send_timeout_s: float = 10.0  # waiting for a peer that does not read
+    pong_timeout_s: float = 5.0  # waiting for the relay's answer to a ping
+    ping_s: float | None = None  # pause between pings; None: as the relay asks
+    max_backoff_s: float = 16.0  # the longest pause before dialling again
+    vanished_spread_s: float = 8.0  # the first pause after a connected relay vanished
+    max_circuits: int = 256  # incoming circuits served at once
+
+    def __post_init__(self) -> None:
+        for name in (
+            "connect_timeout_s",
+            "send_timeout_s",
+            "pong_timeout_s",
+            "max_backoff_s",
+            "max_circuits",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above zero")
+        if self.vanished_spread_s < 0 or (self.ping_s is not None and self.ping_s <= 0):
+            raise ConfigError("vanished_spread_s and ping_s must not be negative")

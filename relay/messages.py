@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .errors import CODES, Refused, RemoteProtocolError, version_refusal
+from .frames import MAX_FRAME
 from .identity import PROTOCOL_VERSION, PublicKey, SignedDocument, pack, require, unpack
 from .tickets import PEER_ROLES, PeerRole
 
@@ -142,7 +143,7 @@ class Welcome:
             raise RemoteProtocolError("field 'ping_s' is out of range")
         return cls(
             ping_s,
-            _number(fields, "window_bytes", 1 << 16, 1 << 30),
+            _number(fields, "window_bytes", 2 * MAX_FRAME, 1 << 30),
             _number(fields, "max_frame", 1 << 10, 1 << 24),
             _number(fields, "peer_limit", 1, 1 << 31),
             require(fields, "proof", bytes, size=64),

@@ -4,7 +4,8 @@ Who owns what: aiohttp owns one task a connection, which runs `Relay._serve` to 
 timers of that connection. State is in memory only. The relay sees who talks to whom, when and how much; what
 they say is encrypted end to end, and it holds no key to it.
 
-Routes: `/relay/v1` (WebSocket), `/relay/v1/health` (JSON). `attach` mounts them in any aiohttp application.
+Routes: `/relay/v1` (WebSocket), `/relay/v1/health` (JSON), `/relay/v1/metrics` (Prometheus). `attach` mounts
+them in any aiohttp application.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from typing import Final, Protocol
 import structlog
 from aiohttp import WSMsgType, web
 
-from .circuit import Admission, CircuitRecord, Drop, Instruction, Outcome, Peer, Send, Switchboard
+from .circuit import Admission, Drop, Instruction, Outcome, Peer, Send, Switchboard
 from .config import RelayConfig
 from .connection import Connection
 from .errors import IdentityError, KvasirError, Refused, RemoteProtocolError
 from .frames import HEADER, MAX_FRAME, MAX_PACKET, FrameType, decode, decode_u32, decode_u64, encode
 from .identity import Certificate, PublicKey, SignedDocument, SigningKey, address_of
 from .messages import Auth, Close, Hello, Open, Renewal, Welcome
+from .meters import Meters
+from .metrics import CONTENT_TYPE, metrics_text
 from .tickets import Ticket, check_auth, open_ticket, welcome_message
 
 _DATA: Final = int(FrameType.DATA)
@@ -58,21 +61,6 @@ class FixedMarket:
     def reachable(self) -> bool:
         """Always."""
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class Meters:
-    """What a relay has done and is doing."""
-
-    peers: int
-    devices: int
-    backbones: int
-    circuits: tuple[CircuitRecord, ...]
-    circuits_opened: int
-    outcomes: dict[str, int]
-    bytes_forwarded: int
-    refusals: dict[str, int]
-    draining: bool
 
 
 class Relay:
@@ -137,7 +125,8 @@ class Relay:
         """The relay's routes."""
         return [
             web.get("/relay/v1", self._handle, allow_head=False),
-            web.get("/relay/v1/health", self._health),
+            web.get("/relay/v1/health", self.health),
+            web.get("/relay/v1/metrics", self.metrics),
         ]
 
     def attach(self, app: web.Application) -> None:
@@ -149,7 +138,12 @@ class Relay:
 
         app.on_shutdown.append(drain)
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: web.Request) -> web.Response:
+        """The meters for Prometheus."""
+        return web.Response(body=metrics_text(self.meters).encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Status 200 while the relay serves, 503 while it drains; JSON either way."""
         meters = self.meters
         body = {
             "status": "draining" if self.draining else "ok",
@@ -195,7 +189,7 @@ class Relay:
             self._refusals[error.code] += 1
             return _refusal(error)
         try:
-            socket = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=2.0)
+            socket = web.WebSocketResponse(max_msg_size=MAX_FRAME + 1, compress=False, timeout=2.0)
             await socket.prepare(request)
             transport = request.transport
             if transport is None:

@@ -14,16 +14,17 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 import structlog
 
-from .channel import Channel, Inbox, Path, SendWindow
+from .carrier import Link, RelayChannel
+from .channel import Channel
+from .config import TransportConfig
 from .errors import ConfigError, IdentityError, KvasirError, Refused, RemoteProtocolError, Unreachable
-from .frames import HEADER, MAX_FRAME, FrameType, cost, decode, decode_u32, decode_u64, encode, encode_u32
+from .frames import HEADER, MAX_FRAME, FrameType, decode, decode_u32, decode_u64, encode
 from .identity import PublicKey, SignedDocument, SigningKey, address_of, open_certificate, verify
 from .messages import Auth, Close, GoAway, Hello, Incoming, Open, RefusedMessage, Renewal, Welcome
 from .secure import SecureSession
@@ -42,35 +43,8 @@ __all__ = [
 RELAY_PATH: Final = "/relay/v1"
 _FATAL: Final = frozenset({"duplicate", "version", "wrong_swarm"})
 _DATA: Final = int(FrameType.DATA)
-_LOST: Final = (aiohttp.ClientError, OSError, TimeoutError)
 
 log = structlog.get_logger("relay")
-
-
-@dataclass(frozen=True, slots=True)
-class TransportConfig:
-    """How a client behaves on its connection to a relay. All times in seconds."""
-
-    connect_timeout_s: float = 10.0  # dialling and proving who we are
-    send_timeout_s: float = 10.0  # waiting for a peer that does not read
-    pong_timeout_s: float = 5.0  # waiting for the relay's answer to a ping
-    ping_s: float | None = None  # pause between pings; None: as the relay asks
-    max_backoff_s: float = 16.0  # the longest pause before dialling again
-    vanished_spread_s: float = 8.0  # the first pause after a connected relay vanished
-    max_circuits: int = 256  # incoming circuits served at once
-
-    def __post_init__(self) -> None:
-        for name in (
-            "connect_timeout_s",
-            "send_timeout_s",
-            "pong_timeout_s",
-            "max_backoff_s",
-            "max_circuits",
-        ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above zero")
-        if self.vanished_spread_s < 0 or (self.ping_s is not None and self.ping_s <= 0):
-            raise ConfigError("vanished_spread_s and ping_s must not be negative")
 
 
 def relay_endpoint(url: str) -> str:
@@ -100,125 +74,6 @@ def reconnect_delay(
     if attempt == 0:
         return rng.uniform(0.0, config.vanished_spread_s) if vanished else 0.0
     return rng.uniform(0.0, min(config.max_backoff_s, 0.5 * 2.0 ** min(attempt, 16)))
-
-
-class RelayChannel:
-    """One circuit through a relay; a `Channel`."""
-
-    path: Path = "relay"
-
-    def __init__(self, link: _Link, id: int, peer: PublicKey) -> None:
-        self.peer = peer
-        self.id = id
-        self._link = link
-        self._inbox = Inbox()
-        self._window = SendWindow(link.window_bytes)
-        self._granted = link.window_bytes  # what the peer may still send
-        self._consumed = 0  # read here, not granted anew yet
-        self._threshold = link.window_bytes // 4
-
-    async def reserve(self, size: int) -> None:
-        """See `Channel.reserve`."""
-        await self._window.wait(size, self._link.config.send_timeout_s)
-
-    async def write(self, packet: bytes) -> None:
-        """See `Channel.write`."""
-        self._window.take(len(packet))
-        await self._link.write(HEADER.pack(_DATA, self.id) + packet)
-
-    async def send(self, packet: bytes) -> None:
-        """See `Channel.send`."""
-        await self.reserve(len(packet))
-        await self.write(packet)
-
-    async def receive(self) -> bytes:
-        """See `Channel.receive`."""
-        if self._consumed >= self._threshold and self._inbox.end is None:
-            amount, self._consumed = self._consumed, 0
-            self._granted += amount
-            await self._link.write(encode(FrameType.CREDIT, self.id, encode_u32(amount)))
-        packet = await self._inbox.get()
-        self._consumed += cost(len(packet))
-        return packet
-
-    async def close(self, code: str = "closed", message: str = "") -> None:
-        """See `Channel.close`."""
-        if self._inbox.end is not None:
-            return
-        self.ended(Unreachable(message or "closed by this side", code=None if code == "closed" else code))
-        self._link.forget(self.id)
-        outcome = {"closed": "closed", "draining": "drained"}.get(code, "refused")
-        try:
-            await self._link.write(encode(FrameType.CLOSE, self.id, Close(code, message, outcome).to_bytes()))
-        except Unreachable:
-            return
-
-    def arrived(self, packet: bytes) -> bool:
-        """The link has read a packet for this channel; False if its sender went over the window."""
-        self._granted -= cost(len(packet))
-        if self._granted < 0:
-            return False
-        self._inbox.put(packet)
-        return True
-
-    def credited(self, amount: int) -> None:
-        """The peer consumed `amount` bytes."""
-        self._window.add(amount)
-
-    def ended(self, error: KvasirError) -> None:
-        """No more either way, because of `error`; what has arrived can still be read."""
-        self._inbox.finish(error)
-        self._window.finish(error)
-
-
-class _Link:
-    """One connection that is up: its socket, its rules and its channels."""
-
-    def __init__(
-        self,
-        socket: aiohttp.ClientWebSocketResponse,
-        welcome: Welcome,
-        key: PublicKey,
-        ticket: SignedDocument,
-        config: TransportConfig,
-    ) -> None:
-        self.socket = socket
-        self.welcome = welcome
-        self.key = key
-        self.ticket = ticket
-        self.config = config
-        self.window_bytes = welcome.window_bytes
-        self.channels: dict[int, RelayChannel] = {}
-        self.opening: dict[int, asyncio.Future[None]] = {}
-        self.goaway: GoAway | None = None
-        self.pong: asyncio.Event = asyncio.Event()
-        self.ping_id = 0
-        self._next_id = 1
-
-    async def write(self, frame: bytes) -> None:
-        """Put a frame on the socket; it is written before the first pause. Raises `Unreachable`."""
-        try:
-            await self.socket.send_bytes(frame)
-        except _LOST as error:
-            raise Unreachable(f"the connection to the relay is gone: {error}") from None
-
-    def take_id(self) -> int:
-        """The next odd circuit id."""
-        id, self._next_id = self._next_id, self._next_id + 2
-        return id
-
-    def forget(self, id: int) -> None:
-        """A channel ended here; frames still on their way to it are dropped."""
-        self.channels.pop(id, None)
-
-    def lost(self, error: KvasirError) -> None:
-        """The connection ended: so do all channels."""
-        channels, self.channels = self.channels, {}
-        for channel in channels.values():
-            channel.ended(error)
-        for waiting in self.opening.values():
-            if not waiting.done():
-                waiting.set_exception(Unreachable(str(error)))
 
 
 class RelayClient:
@@ -253,7 +108,7 @@ class RelayClient:
         self._config = config or TransportConfig()
         self._http, self._clock = http, clock
         self._rng = rng or random.SystemRandom()
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._up = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._serving = 0
@@ -341,6 +196,7 @@ class RelayClient:
                     return error
                 retry_after = getattr(error, "retry_after_s", None)
                 continue
+            attempt, vanished = 0, True
             try:
                 await self._serve(link)
             except KvasirError as error:
@@ -348,7 +204,8 @@ class RelayClient:
                 if error.code in _FATAL and isinstance(error, Refused):
                     return error
                 retry_after = getattr(error, "retry_after_s", None)
-            attempt, vanished = 0, True
+                if isinstance(error, Refused):  # it did say a word
+                    attempt, vanished = 1, False
             if link.goaway is not None:
                 retry_after = link.goaway.retry_after_s
 
@@ -356,7 +213,7 @@ class RelayClient:
         self._last_error = error
         log.warning("relay.unreachable", relay=self.url, code=error.code, reason=str(error), attempt=attempt)
 
-    async def _dial(self) -> _Link:
+    async def _dial(self) -> Link:
         """Connect and prove who we are. Raises `KvasirError`."""
         timeout = self._config.connect_timeout_s
         try:
@@ -364,7 +221,7 @@ class RelayClient:
                 ticket = await self._ticket()
                 socket = await self._http.ws_connect(
                     self.url,
-                    max_msg_size=MAX_FRAME,
+                    max_msg_size=MAX_FRAME + 1,
                     compress=0,
                     timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
                 )
@@ -380,7 +237,7 @@ class RelayClient:
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"cannot reach the relay {self.url}: {error}") from None
 
-    async def _authenticate(self, socket: aiohttp.ClientWebSocketResponse, ticket: SignedDocument) -> _Link:
+    async def _authenticate(self, socket: aiohttp.ClientWebSocketResponse, ticket: SignedDocument) -> Link:
         hello = Hello.from_bytes(await _expect(socket, FrameType.HELLO))
         now = self._clock()
         relay = open_certificate(hello.certificate, swarm=self._root, now=now, role="relay")
@@ -391,9 +248,9 @@ class RelayClient:
         await socket.send_bytes(encode(FrameType.AUTH, 0, auth.to_bytes()))
         welcome = Welcome.from_bytes(await _expect(socket, FrameType.WELCOME))
         verify(relay.ed25519, welcome.proof, welcome_message(hello.nonce, signature))
-        return _Link(socket, welcome, relay.ed25519, ticket, self._config)
+        return Link(socket, welcome, relay.ed25519, ticket, self._config)
 
-    async def _serve(self, link: _Link) -> None:
+    async def _serve(self, link: Link) -> None:
         """Read the connection to its end. Raises `KvasirError` with the reason if there was one."""
         self._link, self.relay_key = link, link.key
         self._up.set()
@@ -406,6 +263,9 @@ class RelayClient:
         except KvasirError as error:
             reason = error
             raise
+        except asyncio.CancelledError:
+            reason = Unreachable("this side is stopping")
+            raise
         finally:
             self._link = None
             self._up.clear()
@@ -415,7 +275,7 @@ class RelayClient:
             await link.socket.close()
             log.info("relay.disconnected", relay=self.url, reason=str(reason), code=reason.code)
 
-    async def _read(self, link: _Link) -> None:
+    async def _read(self, link: Link) -> None:
         receive = link.socket.receive
         channels = link.channels
         binary = aiohttp.WSMsgType.BINARY
@@ -433,7 +293,7 @@ class RelayClient:
                 continue
             await self._control(link, frame)
 
-    async def _control(self, link: _Link, frame: bytes) -> None:
+    async def _control(self, link: Link, frame: bytes) -> None:
         kind, id, payload = decode(frame)
         if kind is FrameType.CREDIT:
             if id in link.channels:
@@ -462,7 +322,7 @@ class RelayClient:
         else:
             raise RemoteProtocolError(f"a relay does not send {kind.name}")
 
-    async def _incoming(self, link: _Link, id: int, incoming: Incoming) -> None:
+    async def _incoming(self, link: Link, id: int, incoming: Incoming) -> None:
         channel = RelayChannel(link, id, incoming.source)
         if id in link.channels:
             raise RemoteProtocolError(f"circuit {id} is open already")
@@ -485,9 +345,8 @@ class RelayClient:
         except (KvasirError, OSError) as error:
             code = error.code if isinstance(error, KvasirError) else "internal"
             message = str(error)
-            log.info(
-                "circuit.failed", relay=self.url, peer=address_of(channel.peer), code=code, reason=message
-            )
+            event = "circuit.ended" if isinstance(error, Unreachable) else "circuit.failed"
+            log.info(event, relay=self.url, peer=address_of(channel.peer), code=code, reason=message)
         except Exception:
             code, message = "internal", "an internal error"
             log.exception("circuit.crashed", relay=self.url, peer=address_of(channel.peer))
@@ -495,7 +354,7 @@ class RelayClient:
             self._serving -= 1
             await channel.close(code, message)
 
-    def _closed(self, link: _Link, id: int, close: Close) -> None:
+    def _closed(self, link: Link, id: int, close: Close) -> None:
         text = close.message or f"the circuit ended ({close.outcome})"
         code = None if close.code == "closed" else close.code
         waiting = link.opening.get(id)
@@ -506,7 +365,7 @@ class RelayClient:
         if channel is not None:
             channel.ended(Unreachable(text, code=code))
 
-    async def _keep(self, link: _Link) -> None:
+    async def _keep(self, link: Link) -> None:
         """Ping, and renew the ticket before it expires; end the connection when the relay is silent."""
         pause = self._config.ping_s or link.welcome.ping_s
         renew_at = time.monotonic() + self._until_renewal(link.ticket)
@@ -519,7 +378,7 @@ class RelayClient:
                 renew_at = time.monotonic() + await self._renew(link)
             await asyncio.sleep(min(pause, max(0.05, renew_at - time.monotonic())))
 
-    async def _ping(self, link: _Link) -> bool:
+    async def _ping(self, link: Link) -> bool:
         link.ping_id += 1
         link.pong.clear()
         started = time.monotonic()
@@ -532,7 +391,7 @@ class RelayClient:
         self.rtt_s = time.monotonic() - started
         return True
 
-    async def _renew(self, link: _Link) -> float:
+    async def _renew(self, link: Link) -> float:
         """Send a new ticket; the seconds until the next one is due."""
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):

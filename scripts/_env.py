@@ -90,7 +90,7 @@ def _pin(package: str) -> str:
 
 
 def _pip(*arguments: str) -> None:
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]
+    quiet = [] if sys.stderr.isatty() else ["-qq"]
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *arguments]
     print("  pip install " + " ".join(arguments), file=sys.stderr, flush=True)
     status = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode

@@ -220,6 +220,19 @@ def test_a_restart_continues_the_chain() -> None:
     assert statement.leases == ((LEASE, 3, 1010, 10),)
 
 
+def test_a_receipt_that_could_not_be_stored_is_signed_again_whole() -> None:
+    book = opened()
+    book.pay(A, 1, 0, [LeaseShare(LEASE, 1, 10)], 0.0)
+    lost = book.next_statement(A)
+    book.pay(A, 2, 0, [LeaseShare(LEASE, 1, 5)], 0.1)
+    book.not_signed(lost, 1.0)
+    assert book.due(1.0 + RECEIPT_S) == [A]
+    again = sign(book)
+    assert (again.sequence, again.nbytes, again.calls) == (1, 15, 2)
+    leaves = [call_leaf(1, 0, LeaseShare(LEASE, 1, 10)), call_leaf(2, 0, LeaseShare(LEASE, 1, 5))]
+    assert again.call_root == merkle_root(leaves)
+
+
 def test_a_drain_signs_for_everyone_with_something_unsigned() -> None:
     book = opened()
     assert book.unsigned() == []

@@ -175,12 +175,17 @@ def test_bad_completion(fields: dict[str, Any], param: str, code: str) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b'"x"', b'{"a": NaN}', b'{"a": Infinity}', b"\xff\xfe", b"[" * 100_000, b"null"],
-)
+    [b"", b"{", b"[]", b'"x"', b'{"a": NaN}', b'{"a": Infinity}', b"\xff\xfe", b"[" * 100_000, b"null",
+     b'{"prompt": "\\ud800"}', b'{"prompt": "\\uD83D x"}'],
+)  # fmt: skip
 def test_malformed_json(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_json(raw)
     assert caught.value.status == 400
+
+
+def test_a_character_spelt_as_two_escapes_is_text() -> None:
+    assert parse_json(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\N{GRINNING FACE}"}
 
 
 JSON = st.recursive(
@@ -211,7 +216,7 @@ def test_bodies_of_a_chat_answer() -> None:
     assert whole["object"] == "chat.completion"
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Hi", "refusal": None}
     assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    opening = answer.opening(1)
+    opening = answer.opening(1, [7])
     assert opening is not None
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert opening["usage"] is None
@@ -224,6 +229,17 @@ def test_bodies_of_a_text_answer() -> None:
     assert answer.whole([Choice(0, "Hi", "length")], 1, 1)["choices"] == [
         {"index": 0, "logprobs": None, "finish_reason": "length", "text": "Hi"}
     ]
-    assert answer.opening(0) is None
+    assert answer.opening(0, [7]) is None
     assert answer.chunk(0, "x")["choices"][0]["text"] == "x"
     assert "usage" not in answer.chunk(0, "x")
+
+
+def test_token_ids_where_asked_for() -> None:
+    assert parse_completion(completion(return_token_ids=True)).token_ids
+    answer = Answer("cmpl-1", "m", 5, is_chat=False, token_ids=True)
+    opening = answer.opening(0, [7, 8])
+    assert opening is not None
+    assert opening["choices"][0]["prompt_token_ids"] == [7, 8]
+    assert answer.chunk(0, "x", [1, 2])["choices"][0]["token_ids"] == [1, 2]
+    whole = answer.whole([Choice(0, "x", "stop", (7, 8), (1, 2))], 2, 2)["choices"][0]
+    assert (whole["prompt_token_ids"], whole["token_ids"]) == ([7, 8], [1, 2])

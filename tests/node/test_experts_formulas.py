@@ -28,13 +28,13 @@ from market.plans import GateFormula, LayerRecipe, TensorRecipe
 from relay.errors import ConfigError
 from tests.support.experts import Memory, make_plan
 
-W, I, E = 24, 20, 3
+W, INNER, E = 24, 20, 3
 MODELS = Path(transformers.__file__).parent / "models"
 
 CONFIG: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E),
     **dict.fromkeys(("hidden_size", "moe_hidden_size"), W),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), I),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), INNER),
     **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), "silu"),
     "moe_latent_size": None,
     "swiglu_limit": 0.6,
@@ -61,7 +61,7 @@ MODULES: list[tuple[str, str, dict[str, Any], GateFormula]] = [
         {"hidden_activation": "gelu_pytorch_tanh"},
         GateFormula("swiglu", "gelu_tanh"),
     ),
-    ("gpt_oss", "GptOssExperts", {}, dataclasses.replace(OSS, limit=7.0)),  # both constants built in
+    ("gpt_oss", "GptOssExperts", {}, OSS),
     ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", {}, OSS),
     ("minimax_m3_vl", "MiniMaxM3VLExperts", {}, OSS),
     ("deepseek_v4", "DeepseekV4Experts", {}, CLAMPED),
@@ -88,20 +88,20 @@ def recipe_from_module(experts: Any, formula: GateFormula) -> tuple[Memory, Laye
     memory = Memory()
     turn: tuple[tuple[Any, ...], ...] = (("transpose",),) if experts.is_transposed else ()
     if not experts.is_concatenated:
-        gate_rows, up_rows = ("rows", 0, 2 * I, 2), ("rows", 1, 2 * I, 2)
+        gate_rows, up_rows = ("rows", 0, 2 * INNER, 2), ("rows", 1, 2 * INNER, 2)
     else:
-        gate_rows, up_rows = ("rows", 0, I, 1), ("rows", I, 2 * I, 1)
-    tensors = [TensorRecipe("down", (W, I), (memory.put(experts.down_proj.data),), turn)]
+        gate_rows, up_rows = ("rows", 0, INNER, 1), ("rows", INNER, 2 * INNER, 1)
+    tensors = [TensorRecipe("down", (W, INNER), (memory.put(experts.down_proj.data),), turn)]
     if experts.has_gate:
         fused = memory.put(experts.gate_up_proj.data)
-        tensors.append(TensorRecipe("gate", (I, W), (fused,), (*turn, gate_rows)))
-        tensors.append(TensorRecipe("up", (I, W), (fused,), (*turn, up_rows)))
+        tensors.append(TensorRecipe("gate", (INNER, W), (fused,), (*turn, gate_rows)))
+        tensors.append(TensorRecipe("up", (INNER, W), (fused,), (*turn, up_rows)))
     else:
-        tensors.append(TensorRecipe("up", (I, W), (memory.put(experts.up_proj.data),), turn))
+        tensors.append(TensorRecipe("up", (INNER, W), (memory.put(experts.up_proj.data),), turn))
     if experts.has_bias:
         bias = memory.put(experts.gate_up_proj_bias.data)
-        tensors.append(TensorRecipe("gate_bias", (I,), (bias,), (gate_rows,)))
-        tensors.append(TensorRecipe("up_bias", (I,), (bias,), (up_rows,)))
+        tensors.append(TensorRecipe("gate_bias", (INNER,), (bias,), (gate_rows,)))
+        tensors.append(TensorRecipe("up_bias", (INNER,), (bias,), (up_rows,)))
         tensors.append(TensorRecipe("down_bias", (W,), (memory.put(experts.down_proj_bias.data),)))
     if experts.has_post_expert_norm:
         norm = dataclasses.replace(memory.put(experts.post_expert_norm.weight.data[None]), stride=0)
@@ -137,7 +137,7 @@ FLAGGED = {
     "openai_privacy_filter": "is_transposed=True, has_bias=True",
 }
 DECORATED = re.compile(
-    r"^@use_experts_implementation(?:\((.*)\))?\n(class \w+\(nn\.Module\):.*?)(?=^\S)",
+    r"^@use_experts_implementation(?:\(([^\n]*)\))?\n(class \w+\(nn\.Module\):.*?)(?=^\S)",
     re.MULTILINE | re.DOTALL,
 )
 

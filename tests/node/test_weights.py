@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from random import Random
@@ -141,8 +142,8 @@ async def test_only_the_corrupt_chunk_is_fetched_again(
     done = asyncio.Event()
     async with serving(FILES, corrupt_once) as server:
         check(await fetch(cache, http, [source_of(server)], span_bytes=64 << 20))
-    again = server.asked[len(PLAN.window_ranges(WINDOW)) :]
-    assert again == [(target.file, target.start, target.end)]
+    again = Counter(server.asked) - Counter((r.file, r.start, r.end) for r in PLAN.window_ranges(WINDOW))
+    assert again == {(target.file, target.start, target.end): 1}
 
 
 async def test_a_source_of_wrong_bytes_is_dropped_after_three_and_another_serves(

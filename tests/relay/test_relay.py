@@ -33,7 +33,7 @@ class RawPeer:
 
     @classmethod
     async def dial(cls, rig: RelayRig) -> RawPeer:
-        return cls(await rig.http.ws_connect(rig.url + "/relay/v1", max_msg_size=MAX_FRAME, compress=0))
+        return cls(await rig.dial())
 
     async def next(self) -> tuple[FrameType, int, bytes]:
         message = await self.socket.receive(timeout=5.0)
@@ -102,6 +102,8 @@ async def session_with(rig: RelayRig, device: Device, *, generation: int = 1) ->
 async def test_messages_pass_through_and_are_metered() -> None:
     async with running_relay() as rig:
         session = await session_with(rig, Device())
+        await session.send(b"the handshake is through")
+        await session.receive()
         (before,) = rig.relay.meters.circuits
         sent, received = session.bytes_sent, session.bytes_received
         for size in (1, 100, 48 * 1024, 65_518, 65_519, 3_000_000):

@@ -12,6 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from relay.config import RelayConfig
+from relay.frames import MAX_FRAME
 from relay.identity import (
     Certificate,
     ExchangeKey,
@@ -186,6 +187,7 @@ class RelayRig:
             clock=self.clock,
         )
         self.url = ""
+        self.sockets: list[aiohttp.ClientWebSocketResponse] = []
         self.tasks: asyncio.TaskGroup
 
     def client(
@@ -210,6 +212,17 @@ class RelayRig:
             config=config,
             http=self.http,
         )
+
+    async def dial(self) -> aiohttp.ClientWebSocketResponse:
+        """A bare WebSocket to the relay, closed with the rig."""
+        socket = await self.http.ws_connect(
+            self.url + "/relay/v1",
+            max_msg_size=MAX_FRAME + 1,
+            compress=0,
+            timeout=aiohttp.ClientWSTimeout(ws_close=0.1),
+        )
+        self.sockets.append(socket)
+        return socket
 
     async def start(self, client: RelayClient) -> asyncio.Task[None]:
         """Run `client` until the rig ends, and wait until it is connected."""
@@ -240,5 +253,7 @@ async def running_relay(
             try:
                 yield rig
             finally:
+                for socket in rig.sockets:
+                    await socket.close()
                 for task in list(tasks._tasks):
                     task.cancel()

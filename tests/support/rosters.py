@@ -74,7 +74,8 @@ def replica(windows: WindowMap, window: int, name: str, **changes: object) -> Re
 
 def roster(windows: WindowMap, held: Mapping[int, Sequence[str]]) -> Roster:
     """The roster in which the devices of `held[window]` have a replica each."""
-    return Roster(
-        windows,
-        {window: tuple(replica(windows, window, name) for name in names) for window, names in held.items()},
-    )
+    replicas = {
+        window: tuple(replica(windows, window, name) for name in names) for window, names in held.items()
+    }
+    honoured = frozenset((each.lease, each.epoch) for found in replicas.values() for each in found)
+    return Roster(windows, replicas, honoured)

@@ -205,7 +205,7 @@ typedef struct {
     void (*silu_mul)(float *, const float *, ptrdiff_t);
 } kv_isa;
 
-static int kv_always(void) { return 1; }
+static int kv_everywhere(void) { return 1; }
 
 #if KV_X86
 static int kv_has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
@@ -221,13 +221,13 @@ static int kv_has_vnni(void) { return kv_has_avx512() && __builtin_cpu_supports(
 
 #define ISA(name, supported) {#name, supported, name##_prepare, name##_linear, name##_silu_mul}
 static const kv_isa kv_isas[] = {
-    ISA(portable, kv_always),
+    ISA(portable, kv_everywhere),
 #if KV_X86
     ISA(avx2, kv_has_avx2),
     ISA(avx512, kv_has_avx512),
     ISA(vnni, kv_has_vnni),
 #elif KV_NEON
-    ISA(neon, kv_always),
+    ISA(neon, kv_everywhere),
 #endif
 };
 
@@ -350,9 +350,9 @@ KV_API void kv_linear(int32_t isa, const kv_matrix *m, const float *x, int64_t x
 {
     const kv_isa *with = &kv_isas[isa];
     float *total = (float *)scratch;
-    for (int r = 0; r < n; r += ROWS) {
+    for (ptrdiff_t r = 0; r < n; r += ROWS) {
         kv_rows rows;
-        int some = kv_min(ROWS, n - r);
+        int some = kv_min(ROWS, n - (int)r);
         with->prepare(m->kind, m->in, x + r * x_stride, x_stride, some, scratch + ROWS * PANEL * 4, &rows);
         with->linear(m, &rows, some, y + r * y_stride, y_stride, begin, end, total);
     }
@@ -371,8 +371,7 @@ KV_API int64_t kv_ffn_scratch(const kv_expert *e, int32_t n)
     ptrdiff_t down = kv_rows_bytes(e->down.kind, e->down.in, some);
     rows = up > rows ? up : rows;
     rows = down > rows ? down : rows;
-    return ROWS * PANEL * 4 + rows + 2 * kv_up((ptrdiff_t)some * e->gate.out * 4, 64) +
-           kv_up((ptrdiff_t)some * e->gate.in * 4, 64);
+    return ROWS * PANEL * 4 + rows + 2 * kv_up((ptrdiff_t)some * e->gate.out * 4, 64);
 }
 
 static void kv_panels(const kv_isa *with, const kv_matrix *m, const kv_rows *rows, int n, float *y, float *total)
@@ -398,28 +397,9 @@ static void kv_ffn_some(const kv_isa *with, const kv_expert *e, const float *x, 
     kv_panels(with, &e->down, &rows, n, y, total);
 }
 
-/* For each of `groups` experts, its `counts[g]` rows of x (contiguous rows; taken at `index` where it is given, else
- * in order from row 0 for every expert). y holds the groups' outputs one after another. */
-KV_API void kv_ffn(int32_t isa, const kv_expert *const *experts, const int32_t *counts, int32_t groups,
-                   const int32_t *index, const float *x, float *y, uint8_t *scratch)
+/* y[n, out] = down(silu(gate(x)) * up(x)) for contiguous rows x[n, in]. */
+KV_API void kv_ffn(int32_t isa, const kv_expert *e, const float *x, int32_t n, float *y, uint8_t *scratch)
 {
-    const kv_isa *with = &kv_isas[isa];
-    for (int g = 0; g < groups; g++) {
-        const kv_expert *e = experts[g];
-        ptrdiff_t in = e->gate.in, out = e->down.out;
-        for (int r = 0; r < counts[g]; r += ROWS) {
-            int some = kv_min(ROWS, counts[g] - r);
-            const float *from = x + r * in;
-            uint8_t *rest = scratch;
-            if (index) {
-                float *gathered = (float *)scratch;
-                for (int i = 0; i < some; i++) memcpy(gathered + i * in, x + index[r + i] * in, (size_t)in * 4);
-                from = gathered;
-                rest += kv_up(some * in * 4, 64);
-            }
-            kv_ffn_some(with, e, from, some, y, rest);
-            y += some * out;
-        }
-        if (index) index += counts[g];
-    }
+    for (ptrdiff_t r = 0; r < n; r += ROWS)
+        kv_ffn_some(&kv_isas[isa], e, x + r * e->gate.in, kv_min(ROWS, n - (int)r), y + r * e->down.out, scratch);
 }

@@ -1,5 +1,5 @@
-/* The tiles in plain C: what every other instruction set must equal bit for bit. Included by body.h's users
- * with KV(name), KV_TARGET defined. Here a tile is one row by one panel. */
+/* The tiles in plain C: what every other instruction set must equal bit for bit. The includer defines KV(name) and
+ * KV_TARGET. A tile adds one block of inputs to `total` [rows][PANEL], for `rows` rows and one panel of outputs. */
 
 KV_TARGET static void KV(tile_f32)(int rows, const uint8_t *w, const float *x, ptrdiff_t stride, int n, float *total)
 {

@@ -10,20 +10,22 @@
  *   MANY            rows of the largest tile: 8 or 4
  * A tile holds R rows by C vectors in registers; R and C are constants where it is inlined. */
 
-#define UNROLL _Pragma("GCC unroll 8") /* so that the arrays of a tile become registers */
-#define PREFETCH(p) __builtin_prefetch((const char *)(p) + 2048)
+/* One row: the next step, which keeps the hardware's own prefetch running (farther ahead was slower). More rows: the
+ * same place in the next block, since this one is read again from the cache. */
+#define AHEAD 128
+#define PREFETCH(p) __builtin_prefetch((const char *)(p) + ahead)
 
 KV_TARGET KV_INLINE void KV(f32_rc)(const int R, const int C, const uint8_t *w, const float *x, ptrdiff_t stride, int n,
                                     float *total)
 {
+    const ptrdiff_t ahead = R == 1 ? AHEAD : PANEL * 4 * n;
     V s[MANY][WIDE];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) s[r][c] = v_zero();
     const float *weight = (const float *)w;
     for (int k = 0; k < n; k++, weight += PANEL) {
         V wv[WIDE];
-        if (R == 1)
-            for (int c = 0; c < C; c += 16 / VL) PREFETCH(weight + c * VL);
+        for (int c = 0; c < C; c += 16 / VL) PREFETCH(weight + c * VL);
         for (int c = 0; c < C; c++) wv[c] = v_load(weight + c * VL);
         for (int r = 0; r < R; r++) {
             V xv = v_set(x[r * stride + k]);
@@ -40,13 +42,13 @@ KV_TARGET KV_INLINE void KV(f32_rc)(const int R, const int C, const uint8_t *w, 
 KV_TARGET KV_INLINE void KV(bf16_rc)(const int R, const int C, const uint8_t *w, const float *x, ptrdiff_t stride, int n,
                                      float *total)
 {
+    const ptrdiff_t ahead = R == 1 ? AHEAD : PANEL * 2 * n;
     V s[MANY][WIDE];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) s[r][c] = v_zero();
     for (int k = 0; k < n; k += 2, w += PANEL * 4) {
         V even[WIDE], odd[WIDE];
-        if (R == 1)
-            for (int c = 0; c < C; c += 16 / VL) PREFETCH(w + c * VL * 4);
+        for (int c = 0; c < C; c += 16 / VL) PREFETCH(w + c * VL * 4);
         for (int c = 0; c < C; c++) {
             U pair = u_load(w + c * VL * 4);
             even[c] = v_low16(pair);
@@ -69,13 +71,14 @@ KV_TARGET KV_INLINE void KV(bf16_rc)(const int R, const int C, const uint8_t *w,
 KV_TARGET KV_INLINE void KV(int8_rc)(const int R, const int C, const uint8_t *w, int c0, const int16_t *a,
                                      ptrdiff_t stride, int n, const float *unit, ptrdiff_t blocks, float *total)
 {
+    const ptrdiff_t ahead = R == 1 ? AHEAD : PANEL * n;
     S8 s[MANY][WIDE];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) s[r][c] = s8_zero();
     const uint8_t *q = w + PANEL * 4 + c0 * 2;
     for (int k = 0; k < n; k += 2, q += PANEL * 2) {
         W8 wv[WIDE];
-        if (R == 1) PREFETCH(q);
+        PREFETCH(q);
         for (int c = 0; c < C; c++) wv[c] = s8_load(q + c * VL * 2);
         for (int r = 0; r < R; r++) {
             int32_t pair = kv_load32(a + r * stride + k);
@@ -96,14 +99,14 @@ KV_TARGET KV_INLINE void KV(int4_rc)(const int R, const int C, const uint8_t *w,
                                      ptrdiff_t stride, int n, const float *unit, const float *sum, ptrdiff_t blocks,
                                      float *total)
 {
+    const ptrdiff_t ahead = R == 1 ? AHEAD : PANEL * n * 2; /* four blocks: they are short */
     S4 s[MANY][WIDE];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) s[r][c] = s4_zero();
     const uint8_t *q = w + PANEL * 4 + c0 * 4;
     for (int k = 0; k < n; k += 8, q += PANEL * 4) {
         U low[WIDE], high[WIDE];
-        if (R == 1)
-            for (int c = 0; c < C; c += 16 / VL) PREFETCH(q + c * VL * 4);
+        for (int c = 0; c < C; c += 16 / VL) PREFETCH(q + c * VL * 4);
         for (int c = 0; c < C; c++) {
             U both = u_load(q + c * VL * 4);
             low[c] = u_low4(both);
@@ -175,4 +178,4 @@ KV_TARGET static void KV(tile_int4)(int rows, const uint8_t *w, const int8_t *a,
 
 #undef EACH_TILE
 #undef PREFETCH
-#undef UNROLL
+#undef AHEAD

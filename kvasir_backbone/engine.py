@@ -1,0 +1,574 @@
+"""The step loop: requests in, tokens out.
+
+One step thread runs the model; the event loop submits requests and reads their tokens. Between the two lie
+one inbox for the thread and one bounded outbox a request: a client that stops reading pauses its own request
+and no other. A failed dispatch fails only the requests whose rows it carried.
+
+Knows the scheduler, the model's `forward` and the sampler. Knows no HTTP, no text and no owners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+import structlog
+
+from relay.errors import ConfigError, KvasirError, Refused
+
+from .sampling import Sampler
+from .scheduler import Scheduler, SchedulerConfig, Segment
+
+if TYPE_CHECKING:
+    from .model import StepResult, Work
+
+_log = structlog.get_logger("backbone")
+
+IDLE_S: Final = 0.05
+"""How long the step thread waits when no request can go on, seconds."""
+
+FinishReason = Literal["stop", "length"]
+Outcome = Literal["stop", "length", "cancelled", "failed"]
+
+
+class Model(Protocol):
+    """What the engine needs of a model; `BackboneModel` is one."""
+
+    packed: bool
+    kv_token_bytes: int
+    context_length: int
+    vocabulary: int
+    eos_ids: frozenset[int]
+
+    def forward(self, works: Sequence[Work]) -> StepResult:
+        """Compute these segments."""
+        ...
+
+    def release(self, request: int) -> None:
+        """Free a request's keys and values."""
+        ...
+
+    def forget(self, request: int) -> None:
+        """Free everything of a request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The bounds of an engine."""
+
+    kv_bytes: int = 1 << 30
+    """Bytes that the keys and values of all requests together may take."""
+    block_tokens: int = 32
+    """Positions a KV block holds."""
+    chunk_rows: int = 128
+    """Rows of a prefill chunk. Part of the numerics: another value gives other last bits."""
+    step_rows: int = 512
+    """Rows of a step over which no further prefill chunk is added."""
+    max_running: int = 64
+    """Requests computed at one time."""
+    max_waiting: int = 256
+    """Requests waiting for that; one more is refused."""
+    outbox_tokens: int = 256
+    """Tokens that a client may leave unread before its request pauses."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_bytes", "block_tokens", "chunk_rows", "step_rows", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        if self.outbox_tokens < 2:
+            raise ConfigError("outbox_tokens must be at least 2")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What to generate. `max_tokens` None: as many as context and KV cache have room for.
+
+    `temperature` 0 is greedy; `seed` None draws one. `choice` tells several completions of one prompt apart.
+    `ignore_eos` goes on after an end-of-text token. `metered`: the demand is paid for.
+    """
+
+    prompt_ids: Sequence[int]
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    choice: int = 0
+    ignore_eos: bool = False
+    metered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token: its id, its place (0 for the first), when it was sampled (monotonic seconds)."""
+
+    id: int
+    index: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One request's figures so far. Times are monotonic seconds."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    submitted_at: float
+    first_token_at: float | None
+    finished_at: float | None
+    steps: int
+    preemptions: int
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's figures since it started."""
+
+    running: int
+    waiting: int
+    steps: int
+    rows: int
+    generated_tokens: int
+    finished: Mapping[str, int]
+    preemptions: int
+    kv_blocks: int
+    kv_blocks_free: int
+    step_s: float
+
+
+class Generation:
+    """A submitted request: an async iterator over its tokens, to be read by one task of its loop.
+
+    After the last token `finish_reason` says why it was the last. The iteration raises the `KvasirError`
+    that ended a failed request, and `Refused("draining")` where the engine stopped first.
+    """
+
+    def __init__(
+        self, id: int, request: GenerationRequest, engine: Engine, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.id = id
+        self.request = request
+        self._engine = engine
+        self._loop = loop
+        self._tokens: deque[Token] = deque()
+        self._ready = asyncio.Event()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._finish: FinishReason | None = None
+        self._final: RequestStats | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """ "stop" after an end-of-text token, "length" after `max_tokens`."""
+        if self._finish is None:
+            raise KvasirError("the request has not ended by itself")
+        return self._finish
+
+    @property
+    def stats(self) -> RequestStats:
+        """The request's figures; final once the iteration ended."""
+        return self._final or self._engine._request_stats(self)
+
+    def cancel(self) -> None:
+        """Give the request up: no more tokens come. Without effect once it ended. From any thread."""
+        self._engine._cancel(self.id)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Token:
+        while not self._tokens:
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._ready.clear()
+            await self._ready.wait()
+        token = self._tokens.popleft()
+        self._engine._consumed(self.id)
+        return token
+
+    def _deliver(
+        self, token: Token | None, ended: bool, finish: FinishReason | None, error: BaseException | None
+    ) -> None:
+        """Runs on the loop: what the step thread had for this request."""
+        if token is not None:
+            self._tokens.append(token)
+        if ended:
+            self._ended, self._finish, self._error = True, finish, error
+        self._ready.set()
+
+
+@dataclass(slots=True)
+class _State:
+    """A request as the step thread sees it."""
+
+    generation: Generation
+    tokens: list[int]
+    prompt: int
+    max_tokens: int
+    sampler: Sampler
+    submitted_at: float
+    unread: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt
+
+
+@dataclass(slots=True)
+class _Counters:
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    step_s: float = 0.0
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
+        ("stop", "length", "cancelled", "failed"), 0
+    ))  # fmt: skip
+
+
+_Delivery = tuple[Generation, Token | None, bool, FinishReason | None, BaseException | None]
+
+
+class Engine:
+    """Several requests at once over one model. `start`, `submit`, `stop`; or as an async context manager.
+
+    `clock` gives monotonic seconds, `draw_seed` the seed of a sampled request without one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.model = model
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                total_blocks=self._total_blocks(),
+                block_tokens=self.config.block_tokens,
+                chunk_rows=self.config.chunk_rows,
+                rowwise_rows=self.config.chunk_rows if model.packed else 1,
+                step_rows=max(self.config.step_rows, self.config.max_running),
+                max_running=self.config.max_running,
+                max_waiting=self.config.max_waiting,
+            )
+        )
+        self._states: dict[int, _State] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Condition()
+        self._arrived: deque[_State] = deque()
+        self._cancelled: deque[int] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._counters = _Counters()
+
+    async def __aenter__(self) -> Engine:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Start the step thread."""
+        assert self._thread is None, "the engine runs already"
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvasir-step", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End every request with `Refused("draining")` after the step that runs, and join the thread."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.join)
+
+    def room(self, prompt_tokens: int) -> int:
+        """How many tokens may follow a prompt of that length; 0 or less: it is too long."""
+        return min(self.model.context_length, self._scheduler.capacity()) - prompt_tokens
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Take a request in; its tokens are read on the running loop.
+
+        Raises `ConfigError` for a prompt that is empty, too long for the context or the KV cache, or holds
+        ids that the model does not have, and for bad sampling values; `Refused("overloaded")` when too many
+        wait, `Refused("draining")` when the engine does not run.
+        """
+        prompt = list(request.prompt_ids)
+        max_tokens = self._max_tokens(request, prompt)
+        sampler = Sampler(
+            request.temperature,
+            request.top_p,
+            self._draw_seed() if request.seed is None else request.seed,
+            request.choice,
+        )
+        generation = Generation(next(self._ids), request, self, asyncio.get_running_loop())
+        state = _State(generation, prompt, len(prompt), max_tokens, sampler, self._clock())
+        with self._lock:
+            if self._thread is None or self._stopping:
+                raise Refused("draining", "the engine is not running")
+            waiting = self._scheduler.waiting + len(self._arrived)
+            if waiting >= self.config.max_waiting:
+                message = f"{waiting} requests are waiting already; try again in a moment"
+                raise Refused("overloaded", message, retry_after_s=1.0)
+            self._states[generation.id] = state
+            self._arrived.append(state)
+            self._lock.notify()
+        return generation
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's figures now."""
+        with self._lock:
+            counters, scheduler = self._counters, self._scheduler
+            return EngineStats(
+                running=scheduler.running,
+                waiting=scheduler.waiting + len(self._arrived),
+                steps=counters.steps,
+                rows=counters.rows,
+                generated_tokens=counters.tokens,
+                finished=dict(counters.finished),
+                preemptions=counters.preemptions,
+                kv_blocks=scheduler.config.total_blocks,
+                kv_blocks_free=scheduler.free_blocks,
+                step_s=counters.step_s,
+            )
+
+    # --- called by generations ---------------------------------------------------------------------------
+
+    def _cancel(self, request: int) -> None:
+        with self._lock:
+            if request in self._states:
+                self._cancelled.append(request)
+                self._lock.notify()
+
+    def _consumed(self, request: int) -> None:
+        with self._lock:
+            state = self._states.get(request)
+            if state is not None:
+                state.unread -= 1
+                if state.unread == self.config.outbox_tokens // 2:
+                    self._scheduler.pause(request, False)
+                    self._lock.notify()
+
+    def _request_stats(self, generation: Generation) -> RequestStats:
+        with self._lock:
+            state = self._states.get(generation.id)
+            stats = generation._final if state is None else _stats_of(state)
+        assert stats is not None
+        return stats
+
+    # --- the step thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            self._step()
+        with self._lock:
+            self._arrived.clear()
+            everyone = list(self._states.values())
+        error = Refused("draining", "the backbone is shutting down")
+        self._hand_over([self._end(state, "failed", error) for state in everyone])
+
+    def _wait_for_work(self) -> bool:
+        """Take in what has arrived; wait while nothing can run. False once the engine stops."""
+        while True:
+            with self._lock:
+                ended = self._take_in()
+                if self._stopping:
+                    return False
+                if not ended and self._runnable():
+                    return True
+                if not ended:
+                    self._lock.wait()
+                    continue
+            self._hand_over([self._end(state, "cancelled", None) for state in ended])
+
+    def _take_in(self) -> list[_State]:
+        """Give the scheduler what arrived; return what was cancelled. The lock is held."""
+        while self._arrived:
+            state = self._arrived.popleft()
+            self._scheduler.add(state.generation.id, state.prompt)
+        ended = [self._states[number] for number in dict.fromkeys(self._cancelled) if number in self._states]
+        self._cancelled.clear()
+        return ended
+
+    def _runnable(self) -> bool:
+        return any(state.unread < self.config.outbox_tokens for state in self._states.values())
+
+    def _step(self) -> None:
+        started = self._clock()
+        with self._lock:
+            step = self._scheduler.schedule()
+            for request in step.preempted:
+                self._states[request].preemptions += 1
+            self._counters.preemptions += len(step.preempted)
+        for request in step.preempted:
+            self.model.release(request)
+        if not step.segments:
+            with self._lock:  # something else must change first; bounded, should that go unnoticed
+                self._lock.wait(IDLE_S)
+            return
+        works = [self._work(segment) for segment in step.segments]
+        try:
+            result = self.model.forward(works)
+        except Exception as fault:  # the boundary of one step: its requests fail, the engine goes on
+            self._hand_over(self._failed(step.segments, fault))
+            return
+        deliveries = self._take_results(step.segments, result)
+        with self._lock:
+            self._counters.steps += 1
+            self._counters.rows += step.rows
+            self._counters.step_s += self._clock() - started
+        self._hand_over(deliveries)
+
+    def _failed(self, segments: Sequence[Segment], fault: Exception) -> list[_Delivery]:
+        """End every request of a step that broke, whatever broke it."""
+        if isinstance(fault, KvasirError):
+            error = fault
+            _log.warning("step.failed", requests=len(segments), reason=str(fault))
+        else:
+            error = KvasirError(f"the model could not compute this step: {fault}")
+            _log.exception("step.failed", requests=len(segments))
+        return [self._end(self._states[segment.request], "failed", error) for segment in segments]
+
+    def _work(self, segment: Segment) -> Work:
+        from .model import Work
+
+        state = self._states[segment.request]
+        state.steps += 1
+        return Work(segment, state.tokens[segment.start : segment.end], state.generation.request.metered)
+
+    def _take_results(self, segments: Sequence[Segment], result: StepResult) -> list[_Delivery]:
+        """Sample where a segment samples; end what failed or is complete."""
+        deliveries: list[_Delivery] = []
+        with self._lock:
+            self._scheduler.advance(s for s in segments if s.request not in result.failures)
+        for segment in segments:
+            state = self._states[segment.request]
+            failure = result.failures.get(segment.request)
+            if failure is not None:
+                deliveries.append(self._end(state, "failed", failure))
+            elif segment.samples:
+                try:
+                    token = state.sampler.sample(result.logits[segment.request], state.generated)
+                except FloatingPointError as error:
+                    fault = KvasirError(f"{error}: the model or an expert's weights are damaged")
+                    deliveries.append(self._end(state, "failed", fault))
+                else:
+                    deliveries.append(self._sampled(state, token))
+        return deliveries
+
+    def _sampled(self, state: _State, id: int) -> _Delivery:
+        """Note one new token; end the request where it is the last."""
+        now = self._clock()
+        token = Token(id, state.generated, now)
+        state.tokens.append(id)
+        state.first_token_at = state.first_token_at or now
+        finish: FinishReason | None = None
+        if id in self.model.eos_ids and not state.generation.request.ignore_eos:
+            finish = "stop"
+        elif state.generated >= state.max_tokens:
+            finish = "length"
+        number = state.generation.id
+        with self._lock:
+            self._counters.tokens += 1
+            state.unread += 1
+            if finish is None:
+                self._scheduler.append(number)
+                if state.unread >= self.config.outbox_tokens:
+                    self._scheduler.pause(number, True)
+        if finish is None:
+            return (state.generation, token, False, None, None)
+        self._end(state, finish, None)
+        return (state.generation, token, True, finish, None)
+
+    def _end(self, state: _State, outcome: Outcome, error: BaseException | None) -> _Delivery:
+        """Forget a request everywhere; what is left is to tell its reader."""
+        number = state.generation.id
+        state.outcome, state.finished_at = outcome, self._clock()
+        with self._lock:
+            self._scheduler.finish(number)
+            self._states.pop(number, None)
+            state.generation._final = _stats_of(state)
+            self._counters.finished[outcome] += 1
+        self.model.forget(number)
+        return (state.generation, None, True, None, error)
+
+    def _hand_over(self, deliveries: Sequence[_Delivery]) -> None:
+        """Wake every loop once with all it has to hear of."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
+        for delivery in deliveries:
+            by_loop.setdefault(delivery[0]._loop, []).append(delivery)
+        for loop, mine in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver_all, mine)
+            except RuntimeError:  # the loop is closed, and its readers with it
+                _log.debug("loop.closed", requests=len(mine))
+
+    # --- checks ------------------------------------------------------------------------------------------
+
+    def _total_blocks(self) -> int:
+        block = self.config.block_tokens * self.model.kv_token_bytes
+        if self.config.kv_bytes < block:
+            raise ConfigError(
+                f"--kv-bytes {self.config.kv_bytes} is too small for this model: one block of "
+                f"{self.config.block_tokens} positions takes {block} bytes"
+            )
+        return self.config.kv_bytes // block
+
+    def _max_tokens(self, request: GenerationRequest, prompt: Collection[int]) -> int:
+        if not prompt:
+            raise ConfigError("the prompt is empty")
+        if not all(0 <= token < self.model.vocabulary for token in prompt):
+            raise ConfigError(f"the prompt holds token ids outside 0 to {self.model.vocabulary - 1}")
+        context = self.model.context_length
+        if len(prompt) + (request.max_tokens or 1) > context:
+            raise ConfigError(
+                f"{len(prompt)} prompt tokens and {request.max_tokens or 1} new ones are more than the "
+                f"model's context of {context}: shorten the prompt or ask for fewer tokens"
+            )
+        wanted = request.max_tokens
+        if wanted is None:
+            wanted = max(1, self.room(len(prompt)))
+        self._scheduler.check(len(prompt), wanted)
+        return wanted
+
+
+def _deliver_all(deliveries: Sequence[_Delivery]) -> None:
+    for generation, token, ended, finish, error in deliveries:
+        generation._deliver(token, ended, finish, error)
+
+
+def _stats_of(state: _State) -> RequestStats:
+    return RequestStats(
+        prompt_tokens=state.prompt,
+        generated_tokens=state.generated,
+        submitted_at=state.submitted_at,
+        first_token_at=state.first_token_at,
+        finished_at=state.finished_at,
+        steps=state.steps,
+        preemptions=state.preemptions,
+        outcome=state.outcome,
+    )

@@ -1,0 +1,339 @@
+"""One device's session, kept up: calls out, replies in, receipts and notices beside them.
+
+A link dials, announces its references, and then runs a reader and a writer until the session ends; calls
+in flight fail at once when it does, so that they can be made elsewhere. An hour-old session is replaced by
+a new handshake, and the calls in flight are sent again on it (each is paid once, whoever answers).
+
+Knows sessions and call ids. Knows no windows, plans or credit: what is announced and sent is its owner's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from kvasir_node.calls import (
+    Buffers,
+    Draining,
+    Notice,
+    ReceiptAck,
+    ReceiptMessage,
+    Reference,
+    References,
+    Refusal,
+    Reply,
+    decode,
+    encode,
+)
+from relay.errors import KvasirError, RemoteProtocolError, Unreachable
+from relay.identity import PublicKey, address_of
+from relay.secure import SecureSession
+
+from .dispatch import CallEnd
+
+_log = structlog.get_logger("backbone")
+
+MAX_QUEUED: Final = 512
+"""Messages waiting for one device; a call beyond that is refused here as overloaded."""
+
+FIRST_PAUSE_S: Final = 0.2
+LONGEST_PAUSE_S: Final = 16.0
+"""Pauses before dialling again: full jitter, doubling from the first to the longest."""
+
+AGE_CHECK_S: Final = 15.0
+"""How often a session's age is looked at."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A call in flight: its message, kept so that it can be sent again on another path."""
+
+    message: Buffers
+    done: Callable[[CallEnd], None]
+
+
+class DeviceLink:
+    """The session with one device. All methods belong to the loop's thread.
+
+    `dial` makes a session (raising `KvasirError`); `references` gives what to announce on it; `on_up` runs
+    after the announcement of every new session, `on_down` after its end; `on_ack` takes the device's
+    countersignatures, `on_draining` its reason for going away.
+    """
+
+    def __init__(
+        self,
+        device: PublicKey,
+        *,
+        dial: Callable[[], Awaitable[SecureSession]],
+        references: Callable[[], Iterable[Reference]],
+        on_up: Callable[[], None],
+        on_down: Callable[[], None],
+        on_ack: Callable[[bytes], None],
+        on_draining: Callable[[str], None],
+        rng: random.Random | None = None,
+    ) -> None:
+        self.device = device
+        self.session: SecureSession | None = None
+        self.draining = False
+        self.last_error = ""
+        self.up = asyncio.Event()
+        """Set while a session is up."""
+        self._dial = dial
+        self._references = references
+        self._on_up, self._on_down = on_up, on_down
+        self._on_ack, self._on_draining = on_ack, on_draining
+        self._rng = rng or random.SystemRandom()
+        self._pending: dict[int, _Pending] = {}
+        self._outbox: asyncio.Queue[Buffers] = asyncio.Queue(MAX_QUEUED)
+        self._announced: dict[int, Reference] = {}
+        self._hurry = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def path(self) -> str:
+        """How the session travels: "relay", "direct", or "none"."""
+        return "none" if self.session is None else self.session.path
+
+    # --- sending -------------------------------------------------------------------------------------
+
+    def submit(self, call_id: int, message: Buffers, done: Callable[[CallEnd], None]) -> None:
+        """Send a call; `done` is called exactly once with its end."""
+        if self.session is None:
+            done(CallEnd(call_id, time.monotonic(), message=f"no session: {self.last_error or 'not yet'}"))
+            return
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            text = f"{MAX_QUEUED} messages wait for this device already"
+            done(CallEnd(call_id, time.monotonic(), code="overloaded", message=text))
+            return
+        self._pending[call_id] = _Pending(message, done)
+        self._idle.clear()
+
+    async def call(self, call_id: int, message: Buffers, *, timeout: float) -> CallEnd:
+        """Send a call and wait for its end. Raises `Unreachable` after `timeout` seconds."""
+        answer: asyncio.Future[CallEnd] = asyncio.get_running_loop().create_future()
+
+        def done(end: CallEnd) -> None:
+            if not answer.done():
+                answer.set_result(end)
+
+        self.submit(call_id, message, done)
+        try:
+            async with asyncio.timeout(timeout):
+                return await answer
+        except TimeoutError:
+            raise Unreachable(f"no reply within {timeout:g} s") from None
+        finally:
+            self._take(call_id)
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Whether within `timeout` seconds no call is in flight."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _take(self, call_id: int) -> _Pending | None:
+        pending = self._pending.pop(call_id, None)
+        if not self._pending:
+            self._idle.set()
+        return pending
+
+    def announce(self) -> None:
+        """Tell the device which references have changed since the last announcement."""
+        if self.session is None:
+            return
+        wanted = {reference.ref: reference for reference in self._references()}
+        changed = [ref for number, ref in wanted.items() if self._announced.get(number) != ref]
+        gone = [
+            Reference(old.ref, old.lease, None, old.plan)
+            for number, old in self._announced.items()
+            if number not in wanted
+        ]
+        if (changed or gone) and self._post(encode(References((*changed, *gone)))):
+            self._announced = wanted
+
+    def send_receipt(self, receipt: bytes) -> None:
+        """Send a receipt for countersignature, if a session is up and has room."""
+        if self.session is not None:
+            self._post(encode(ReceiptMessage(receipt)))
+
+    def send_notice(self, code: str, message: str) -> None:
+        """Tell the device's owner something, if a session is up and has room."""
+        if self.session is not None:
+            self._post(encode(Notice(code, message)))
+
+    def _post(self, message: Buffers) -> bool:
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    # --- life ----------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Something changed at the device: dial now instead of after the pause."""
+        self._hurry.set()
+
+    async def run(self) -> None:
+        """Keep a session up until cancelled. Then the session is closed in order."""
+        attempt = 0
+        session: SecureSession | None = None
+        try:
+            while True:
+                if session is None:
+                    session = await self._try_dial(attempt)
+                    attempt += 1
+                    if session is None:
+                        continue
+                session, attempt = await self._serve(session), 0
+        finally:
+            self._fail_pending("the backbone closed the session", "draining")
+            if self.session is not None:
+                await self._close(self.session)
+
+    async def _close(self, session: SecureSession) -> None:
+        self.session = None
+        self.up.clear()
+        await session.close("draining", "the backbone needs this device no more")
+
+    async def _try_dial(self, attempt: int) -> SecureSession | None:
+        if attempt:
+            longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10))
+            self._hurry.clear()
+            try:
+                async with asyncio.timeout(self._rng.uniform(0.0, longest)):
+                    await self._hurry.wait()
+            except TimeoutError:
+                pass
+        try:
+            return await self._dial()
+        except (KvasirError, OSError) as error:
+            self.last_error = str(error)
+            level = _log.warning if attempt in (0, 5) else _log.debug
+            level(
+                "session.failed", device=address_of(self.device), reason=self.last_error, attempt=attempt + 1
+            )
+            return None
+
+    async def _serve(self, session: SecureSession) -> SecureSession | None:
+        """Use a session to its end; returns its successor where its age asked for one."""
+        self._open(session)
+        successor: SecureSession | None = None
+        reason = "the session ended"
+        try:
+            successor = await self._exchange(session)
+        except* (KvasirError, OSError) as group:
+            reason = str(_first(group))
+        finally:
+            if successor is None:
+                self._lost(reason)
+        if successor is None and not session.closed:
+            await session.close("closed", reason)
+        return successor
+
+    def _open(self, session: SecureSession) -> None:
+        again = list(self._pending.values())
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+        self.session, self.draining, self._announced = session, False, {}
+        self.announce()
+        for pending in again:
+            self._post(pending.message)
+        self.up.set()
+        _log.info(
+            "session.opened",
+            device=address_of(self.device),
+            path=session.path,
+            generation=session.generation,
+            resent=len(again),
+        )
+        self._on_up()
+
+    def _lost(self, reason: str) -> None:
+        session, self.session = self.session, None
+        self.up.clear()
+        self.last_error = reason
+        self._fail_pending(reason, "unreachable")
+        if session is not None:
+            _log.info(
+                "session.closed",
+                device=address_of(self.device),
+                outcome=session.outcome or "closed",
+                reason=reason,
+                bytes_sent=session.bytes_sent,
+                bytes_received=session.bytes_received,
+            )
+        self._on_down()
+
+    def _fail_pending(self, reason: str, code: str) -> None:
+        pending, self._pending = self._pending, {}
+        self._idle.set()
+        now = time.monotonic()
+        for call_id, call in pending.items():
+            call.done(CallEnd(call_id, now, code=code, message=reason))
+
+    async def _exchange(self, session: SecureSession) -> SecureSession | None:
+        """Read, write and watch the age, until one of them ends."""
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._read(session))
+            writer = tasks.create_task(self._write(session))
+            successor = await self._outlive(session)
+            reader.cancel()
+            writer.cancel()
+        return successor
+
+    async def _outlive(self, session: SecureSession) -> SecureSession:
+        while True:
+            await asyncio.sleep(AGE_CHECK_S)
+            if session.needs_handshake:
+                try:
+                    return await self._dial()
+                except (KvasirError, OSError) as error:
+                    _log.warning("session.not_renewed", device=address_of(self.device), reason=str(error))
+
+    async def _write(self, session: SecureSession) -> None:
+        while True:
+            await session.send(await self._outbox.get())
+
+    async def _read(self, session: SecureSession) -> None:
+        while True:
+            message = decode(await session.receive())
+            match message:
+                case Reply():
+                    self._end(CallEnd(message.call, time.monotonic(), reply=message))
+                case Refusal():
+                    end = CallEnd(message.call, time.monotonic(), code=message.code, message=message.message)
+                    self._end(end)
+                case ReceiptAck(ack):
+                    self._on_ack(ack)
+                case Draining(reason):
+                    self.draining = True
+                    self._on_draining(reason)
+                case Notice(code, text):
+                    _log.info("notice.received", device=address_of(self.device), code=code, reason=text)
+                case _:
+                    raise RemoteProtocolError(f"a device does not send {type(message).__name__}")
+
+    def _end(self, end: CallEnd) -> None:
+        pending = self._take(end.call)
+        if pending is not None:
+            pending.done(end)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

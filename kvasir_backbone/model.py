@@ -1,0 +1,378 @@
+"""The model without its experts, in memory and ready to run one step.
+
+Loads everything but the routed experts, which are never allocated, and runs it for the segments that the
+scheduler decided on: all of them in one packed forward pass where the architecture fits that form, else one
+pass a request with transformers' own cache.
+
+Knows transformers. Knows no scheduling, no sampling and no owners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from relay.errors import ConfigError
+
+from . import packed, routing
+from .checkpoint import Checkpoint
+from .packed import KvMemory, PackedBatch, PackedCache, padded_rows
+from .routing import NothingLeft, Routed, RoutingLog, StepRouting
+from .scheduler import Segment
+from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey
+from .skeleton import find_experts
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Compute dtypes by name; the same names are the plan's wire dtypes."""
+
+PACKED_TYPES: Final = frozenset(
+    {
+        "dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "hunyuan_v1_moe", "minimax_m2", "mixtral",
+        "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+    }
+)  # fmt: skip
+"""Model types whose attention fits the packed form; each is compared with stock `generate` by a test."""
+
+_FIXED_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings that depend on a row's own position only."""
+
+_load_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One segment with its tokens (one a row), and whether its request's demand is paid for."""
+
+    segment: Segment
+    tokens: Sequence[int]
+    metered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave: fp32 logits [vocabulary] of each request that samples, and requests that failed."""
+
+    logits: Mapping[int, NDArray[np.float32]]
+    failures: Mapping[int, DispatchFailed]
+
+
+class BackboneModel:
+    """A loaded backbone. One step thread at a time may call `forward`.
+
+    `packed` says whether requests share a forward pass; `packed_fault` why not. `dispatcher` runs the
+    experts and may be replaced between steps. `kv_token_bytes` are the bytes of keys and values of one
+    position (estimated from the configuration where transformers keeps them).
+    """
+
+    def __init__(self, model: Any, checkpoint: Checkpoint, dtype: str, dispatcher: Dispatcher | None) -> None:
+        text = model.config.get_text_config()
+        self.model = model
+        self.path: Path = checkpoint.path
+        self.config = model.config
+        self.dtype = dtype
+        self.dispatcher = dispatcher
+        self.deadline_s = DEFAULT_DEADLINE_S
+        experts = find_experts(model)
+        self.moe_layers = tuple(experts)
+        for layer, (_, module) in experts.items():
+            module.kvasir_layer = layer
+        self.packed_fault = packed_fault(text)
+        self.packed = self.packed_fault is None
+        self.vocabulary = int(text.vocab_size)
+        self.context_length = int(getattr(text, "max_position_embeddings", 0) or 2**20)
+        self.kv_token_bytes = kv_token_bytes(text, DTYPES[dtype].itemsize)
+        self.eos_ids = _eos_ids(model)
+        self.memory = KvMemory()
+        self._cache = PackedCache(self.memory)
+        self._caches: dict[int, Any] = {}
+        self._logs: dict[int, RoutingLog] = {}
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint | str | Path, *, dtype: str = "auto", dispatcher: Dispatcher | None = None
+    ) -> BackboneModel:
+        """Load the backbone of a checkpoint in `dtype` ("auto": as it is stored).
+
+        Routed experts are neither allocated nor read. Raises `ConfigError`, also for an architecture that
+        needs something transformers' default cache does not give.
+        """
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = Checkpoint.open(checkpoint)
+        name = resolve_dtype(checkpoint.config, dtype)
+        auto: Any = AutoModelForCausalLM
+        classes = {type(module) for _, module in checkpoint.skeleton.experts.values()}
+        routing.register()
+        packed.register()
+        text = checkpoint.config.get_text_config()
+        kwargs: dict[str, Any] = {"experts_implementation": routing.IMPLEMENTATION}
+        if packed_fault(text) is None:
+            kwargs["attn_implementation"] = packed.ATTENTION
+        with _load_lock, _without_experts(classes), _quiet():
+            try:
+                model = auto.from_pretrained(
+                    checkpoint.path,
+                    config=checkpoint.config,
+                    dtype=DTYPES[name],
+                    local_files_only=True,
+                    **kwargs,
+                )
+            except ImportError as error:
+                raise ConfigError(f"loading this checkpoint needs one more package: {error}") from None
+        if not model._supports_default_dynamic_cache():
+            raise ConfigError(
+                f"{checkpoint.skeleton.architecture} keeps a state that Kvasir cannot hold for it yet"
+            )
+        return cls(model.eval(), checkpoint, name, dispatcher)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, loaded at first use. Raises `ConfigError` where there is none."""
+        try:
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{self.path} has no tokenizer that transformers can read: {error}") from None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys, values and other state that requests hold now."""
+        return self.memory.nbytes + sum(map(_cache_bytes, self._caches.values()))
+
+    def forward(self, works: Sequence[Work]) -> StepResult:
+        """Compute these segments; each request comes once."""
+        assert self.dispatcher is not None, "the model has no dispatcher"
+        if self.packed:
+            return self._forward_packed(works)
+        logits: dict[int, NDArray[np.float32]] = {}
+        failures: dict[int, DispatchFailed] = {}
+        for work in works:
+            result = self._forward_alone(work)
+            logits.update(result.logits)
+            failures.update(result.failures)
+        return StepResult(logits, failures)
+
+    def release(self, request: int) -> None:
+        """Free a request's keys and values; its recorded routing stays."""
+        self.memory.release(request)
+        self._caches.pop(request, None)
+
+    def forget(self, request: int) -> None:
+        """Free everything of a request."""
+        self.release(request)
+        self._logs.pop(request, None)
+
+    def _forward_packed(self, works: Sequence[Work]) -> StepResult:
+        batch = PackedBatch([work.segment for work in works], self.memory)
+        total = padded_rows(batch.rows)
+        tokens = [token for work in works for token in work.tokens]
+        positions = [p for work in works for p in range(work.segment.start, work.segment.end)]
+        padding = [0] * (total - batch.rows)
+        sampling = [
+            (work.segment.request, place + work.segment.rows - 1)
+            for work, place in zip(works, batch.places, strict=True)
+            if work.segment.samples
+        ]
+        step = self._routing(works, batch.places)
+        with packed.packed(batch):
+            logits = self._run(
+                step,
+                torch.tensor([tokens + padding]),
+                torch.tensor([positions + padding]),
+                self._cache,
+                [row for _, row in sampling],
+                spare=total - 1,
+            )
+        failures = self._failures(step)
+        if logits is None:
+            return StepResult({}, failures)
+        self._record(step, works, batch.places, failures)
+        made = {
+            request: logits[place] for place, (request, _) in enumerate(sampling) if request not in failures
+        }
+        return StepResult(made, failures)
+
+    def _forward_alone(self, work: Work) -> StepResult:
+        segment = work.segment
+        if segment.request not in self._caches:
+            self._caches[segment.request] = DynamicCache(config=self.config.get_text_config(decoder=True))
+        step = self._routing([work], [0])
+        logits = self._run(
+            step,
+            torch.tensor([list(work.tokens)]),
+            torch.arange(segment.start, segment.end).unsqueeze(0),
+            self._caches[segment.request],
+            [segment.rows - 1] if segment.samples else [],
+            spare=segment.rows - 1,
+        )
+        failures = self._failures(step)
+        if logits is None or failures:
+            return StepResult({}, failures)
+        self._record(step, [work], [0], failures)
+        return StepResult({segment.request: logits[0]} if segment.samples else {}, {})
+
+    def _run(
+        self,
+        step: StepRouting,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Any,
+        wanted: list[int],
+        *,
+        spare: int,
+    ) -> NDArray[np.float32] | None:
+        """One forward pass: fp32 logits [rows wanted, vocabulary], or None where every request failed.
+
+        The output layer runs with as much padding as the rest, made of row `spare`.
+        """
+        rows = wanted + [spare] * (padded_rows(len(wanted)) - len(wanted)) if wanted else [spare]
+        try:
+            with routing.routing(step), torch.inference_mode():
+                output = self.model(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=torch.tensor(rows),
+                )
+        except NothingLeft:
+            return None
+        logits: NDArray[np.float32] = output.logits[0, : len(wanted)].float().numpy()
+        return logits
+
+    def _routing(self, works: Sequence[Work], places: Sequence[int]) -> StepRouting:
+        assert self.dispatcher is not None
+        keys = [
+            RowKey(work.segment.request, work.segment.step, position, work.metered)
+            for work in works
+            for position in range(work.segment.start, work.segment.end)
+        ]
+        replay: list[tuple[int, Routed]] = []
+        for work, place in zip(works, places, strict=True):
+            segment = work.segment
+            if segment.replayed:
+                log = self._logs[segment.request]
+                replay.append((place, log.rows(segment.start, segment.start + segment.replayed)))
+        return StepRouting(self.dispatcher, keys, deadline_s=self.deadline_s, replay=replay)
+
+    def _record(
+        self, step: StepRouting, works: Sequence[Work], places: Sequence[int], failures: Mapping[int, object]
+    ) -> None:
+        decided = step.recorded()
+        for work, place in zip(works, places, strict=True):
+            segment = work.segment
+            if segment.request not in failures and segment.replayed < segment.rows:
+                log = self._logs.setdefault(segment.request, RoutingLog())
+                log.append(decided.slice(place + segment.replayed, place + segment.rows))
+
+    @staticmethod
+    def _failures(step: StepRouting) -> dict[int, DispatchFailed]:
+        return {step.keys[row].request: failure for row, failure in step.failures.items()}
+
+
+def resolve_dtype(config: Any, dtype: str) -> str:
+    """The name of the compute dtype: `dtype` itself, or the checkpoint's own for "auto".
+
+    Raises `ConfigError` for one that is neither.
+    """
+    if dtype == "auto":
+        stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        dtype = str(stored or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"cannot compute in {dtype!r}: choose one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def packed_fault(text: Any) -> str | None:
+    """Why a model of this text configuration does not fit the packed form; None where it does."""
+    if text.model_type not in PACKED_TYPES:
+        return f"the attention of {text.model_type} is not one that requests can share a pass of"
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    if getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True):
+        return "its attention has a sliding window"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in _FIXED_ROPE:
+        return f"its rotary embedding ({rope['rope_type']}) depends on the length of the whole text"
+    return None
+
+
+def kv_token_bytes(text: Any, item_bytes: int) -> int:
+    """Bytes of the keys and values of one position over all layers that keep any."""
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key, value = int(head_dim), int(head_dim)
+    if getattr(text, "kv_lora_rank", None):  # latent attention, which transformers caches expanded
+        heads = int(text.num_attention_heads)
+        key, value = int(text.qk_nope_head_dim + text.qk_rope_head_dim), int(text.v_head_dim)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    return max(1, layers * heads * (key + value) * item_bytes)
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    """The tokens that end a text, from the generation configuration or else the model's."""
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return frozenset(value if isinstance(value, (list, tuple)) else [value])
+    return frozenset()
+
+
+def _cache_bytes(cache: Any) -> int:
+    """Bytes of the tensors in one of transformers' caches."""
+    return sum(
+        value.nbytes for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)
+    )
+
+
+@contextlib.contextmanager
+def _without_experts(classes: set[type]) -> Iterator[None]:
+    """While active, modules of these classes are built without parameters, which are then never read."""
+    originals: dict[Any, Any] = {cls: cls.__init__ for cls in classes}  # type: ignore[misc]
+
+    def bare(original: Any) -> Any:
+        @functools.wraps(original)
+        def build(self: Any, *args: Any, **kwargs: Any) -> None:
+            with torch.device("meta"):
+                original(self, *args, **kwargs)
+            self._is_hf_initialized = True  # nothing is left to initialise
+            for name in list(self._parameters):
+                del self._parameters[name]
+
+        return build
+
+    try:
+        for cls, original in originals.items():
+            cls.__init__ = bare(original)
+        yield
+    finally:
+        for cls, original in originals.items():
+            cls.__init__ = original
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from reporting every expert's tensors as unexpected, and from drawing bars."""
+    logging: Any = transformers_logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

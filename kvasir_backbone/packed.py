@@ -1,0 +1,195 @@
+"""Many requests in one forward pass: their KV memory, and attention for each request by itself.
+
+The rows of all segments of a step lie behind one another in a batch of one; transformers' model runs over
+them as over one long text. Its cache and its attention function are ours: keys and values go to each
+request's own memory, and every segment attends to its own request only. The last rows of a batch are
+padding, so that no real row is in a matrix product of fewer than `MIN_ROWS` rows or among the last elements
+of an element-wise function; both would change its last bits with its company.
+
+Knows segments, keys and values. Knows no experts, no tokens and no scheduling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from .scheduler import Segment
+
+ATTENTION: Final = "kvasir_packed"
+"""The name of the attention function in transformers' attention interface."""
+MIN_ROWS: Final = 4
+"""Rows from which on a row of a matrix product does not depend on how many there are."""
+
+_active = threading.local()
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a batch with `rows` real ones: at least one more, and at least `MIN_ROWS`."""
+    return max(rows + 1, MIN_ROWS)
+
+
+class KvMemory:
+    """Keys and values of every request, one growing tensor a request, layer and kind.
+
+    A tensor has room for exactly the positions of the request's KV blocks: [1, kv heads, capacity, dim].
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(
+            key.nbytes + value.nbytes for layers in self._kept.values() for key, value in layers.values()
+        )
+
+    def store(self, segment: Segment, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the segment's `keys` and `values` [1, kv heads, rows, dim] at its positions."""
+        layers = self._kept.setdefault(segment.request, {})
+        kept = layers.get(layer)
+        if kept is None or kept[0].shape[2] < segment.capacity:
+            kept = layers[layer] = (
+                _grown(kept and kept[0], keys, segment), _grown(kept and kept[1], values, segment),
+            )  # fmt: skip
+        kept[0][:, :, segment.start : segment.end] = keys
+        kept[1][:, :, segment.start : segment.end] = values
+
+    def read(self, request: int, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values of positions 0 up to `end`."""
+        keys, values = self._kept[request][layer]
+        return keys[:, :, :end], values[:, :, :end]
+
+    def release(self, request: int) -> None:
+        """Free a request's memory."""
+        self._kept.pop(request, None)
+
+
+class PackedCache(Cache):
+    """The cache that transformers' layers write to: hands every segment's rows to its request's memory."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        self.layers: list[Any] = []
+        self._memory = memory
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Store keys and values [1, kv heads, batch rows, dim]; attention reads them from the memory."""
+        batch: PackedBatch = _active.batch
+        for place, segment in zip(batch.places, batch.segments, strict=True):
+            rows = slice(place, place + segment.rows)
+            self._memory.store(segment, layer_idx, key_states[:, :, rows], value_states[:, :, rows])
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Always 0: positions are given with every call."""
+        return 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never."""
+        return False
+
+    def __len__(self) -> int:
+        return 0
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """The segments of one forward pass, behind one another, and where each begins."""
+
+    segments: Sequence[Segment]
+    memory: KvMemory
+    places: list[int] = field(init=False)
+    masks: list[Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places, self.masks, place = [], [], 0
+        for segment in self.segments:
+            self.places.append(place)
+            self.masks.append(None if segment.rowwise or segment.rows == 1 else _causal(segment))
+            place += segment.rows
+
+    @property
+    def rows(self) -> int:
+        """Real rows."""
+        return sum(segment.rows for segment in self.segments)
+
+
+@contextlib.contextmanager
+def packed(batch: PackedBatch) -> Iterator[None]:
+    """Make `batch` the one of this thread's forward passes."""
+    _active.batch = batch
+    try:
+        yield
+    finally:
+        _active.batch = None
+
+
+def packed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of every segment to its own request; `query` [1, heads, batch rows, dim].
+
+    Returns [1, batch rows, heads, dim]; rows of padding are zeros.
+    """
+    assert sliding_window is None, "this architecture does not fit the packed form"
+    assert attention_mask is None, "this architecture does not fit the packed form"
+    batch: PackedBatch = _active.batch
+    out: Tensor | None = None
+    for place, segment, mask in zip(batch.places, batch.segments, batch.masks, strict=True):
+        keys, values = batch.memory.read(segment.request, module.layer_idx, segment.end)
+        rows = query[:, :, place : place + segment.rows]
+        made = _rowwise(rows, keys, values, segment, scaling) if segment.rowwise else None
+        if made is None:
+            made = _attend(rows, keys, values, mask, scaling)
+        if out is None:
+            out = query.new_zeros(1, query.shape[2], query.shape[1], made.shape[-1])
+        out[:, place : place + segment.rows] = made.transpose(1, 2)
+    assert out is not None
+    return out, None
+
+
+def register() -> None:
+    """Register the attention function with transformers; doing so again changes nothing."""
+    AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    return functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
+    )
+
+
+def _rowwise(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scaling: float | None) -> Tensor:
+    """Each row as if it came alone, which is how its position was computed the first time."""
+    made = [
+        _attend(query[:, :, row : row + 1], keys[:, :, :end], values[:, :, :end], None, scaling)
+        for row, end in enumerate(range(segment.start + 1, segment.end + 1))
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+
+
+def _causal(segment: Segment) -> Tensor:
+    """[rows, end]: row i sees positions up to its own."""
+    return torch.ones(segment.rows, segment.end, dtype=torch.bool).tril(segment.start)
+
+
+def _grown(kept: Tensor | None, new: Tensor, segment: Segment) -> Tensor:
+    """Memory of the segment's capacity with what `kept` holds before its start."""
+    grown = new.new_empty(1, new.shape[1], segment.capacity, new.shape[3])
+    if kept is not None:
+        grown[:, :, : segment.start] = kept[:, :, : segment.start]
+    return grown

@@ -1,0 +1,167 @@
+"""The hook: the one place where expert ids leave the router.
+
+transformers' routers decide; this takes their ids and weights, sends the rows through the seam, and
+combines the outputs with the weights in fp32. Registered with transformers' experts interface under the
+name `IMPLEMENTATION`; the experts modules it serves have no parameters.
+
+Knows one step's rows and the seam. Knows no attention, no requests' state and no owners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IMPLEMENTATION: Final = "kvasir"
+"""The name of the hook in transformers' experts interface."""
+
+_active = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Recorded decisions for consecutive rows: `ids` int32 and `weights` of the router's dtype, both
+    [rows, MoE layers, k]."""
+
+    ids: Tensor
+    weights: Tensor
+
+    def slice(self, start: int, end: int) -> Routed:
+        """Rows `start` up to `end`, sharing memory."""
+        return Routed(self.ids[start:end], self.weights[start:end])
+
+
+class RoutingLog:
+    """Every decision taken for one request, position by position from 0."""
+
+    def __init__(self) -> None:
+        self._joined: list[Routed] = []
+        self._parts: list[Routed] = []
+
+    def append(self, routed: Routed) -> None:
+        """Add the decisions of the next positions."""
+        self._parts.append(routed)
+        if len(self._parts) >= 64:  # a part shares the memory of its whole step: keep few of them
+            self._joined.append(_join(self._parts))
+            self._parts = []
+
+    def rows(self, start: int, end: int) -> Routed:
+        """The decisions of positions `start` up to `end`."""
+        self._joined, self._parts = [_join(self._joined + self._parts)], []
+        return self._joined[0].slice(start, end)
+
+
+def _join(parts: Sequence[Routed]) -> Routed:
+    import torch
+
+    return Routed(torch.cat([part.ids for part in parts]), torch.cat([part.weights for part in parts]))
+
+
+class NothingLeft(Exception):  # noqa: N818 - not an error: the pass ends early
+    """Every request of a forward pass has failed; there is nothing left to compute."""
+
+
+@dataclass(slots=True)
+class StepRouting:
+    """The routing of one forward pass.
+
+    `keys` name the real rows, which come first; what follows in the batch is padding and never leaves this
+    process. `replay` holds decisions taken before: (first row, `Routed`), which rows that are computed again
+    reuse. After the pass `failures` maps row -> why it failed, and `recorded()` is what was decided.
+    """
+
+    dispatcher: Dispatcher
+    keys: Sequence[RowKey]
+    deadline_s: float = DEFAULT_DEADLINE_S
+    replay: Sequence[tuple[int, Routed]] = ()
+    failures: dict[int, DispatchFailed] = field(default_factory=dict)
+    _ids: list[Tensor] = field(default_factory=list)
+    _weights: list[Tensor] = field(default_factory=list)
+
+    def run(self, layer: int, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """One MoE layer: `rows` [N, width], `ids` [N, k], `weights` [N, k] -> combined outputs [N, width].
+
+        Rows of padding and rows that failed come out as zeros. Raises `NothingLeft` when all have failed.
+        """
+        import torch
+
+        count = len(self.keys)
+        ids, weights = ids[:count].to(torch.int64), weights[:count]
+        if self.replay:
+            ids, weights = self._replayed(ids, weights)
+        self._ids.append(ids)
+        self._weights.append(weights)
+        out = torch.zeros_like(rows)
+        while live := [number for number in range(count) if number not in self.failures]:
+            index = slice(0, count) if len(live) == count else torch.tensor(live)
+            keys = [self.keys[number] for number in live]
+            try:
+                outputs = self.dispatcher.dispatch(layer, rows[index], ids[index], keys, self.deadline_s)
+            except DispatchFailed as failure:
+                self._note(failure, live)
+                if failure.outputs is None:
+                    continue  # once more, without the requests that failed
+                outputs = failure.outputs
+            weighted = outputs.float() * weights[index].float().unsqueeze(-1)
+            out[index] = weighted.sum(1).to(rows.dtype)
+            break
+        else:
+            raise NothingLeft
+        if self.failures:
+            out[list(self.failures)] = 0
+        return out
+
+    def recorded(self) -> Routed:
+        """Every decision of this pass, in row order."""
+        import torch
+
+        return Routed(torch.stack(self._ids, dim=1).to(torch.int32), torch.stack(self._weights, dim=1))
+
+    def _note(self, failure: DispatchFailed, live: Sequence[int]) -> None:
+        """Record the failed rows, and with each the other rows of its request."""
+        requests = {self.keys[live[place]].request for place in failure.rows}
+        for number, key in enumerate(self.keys):
+            if key.request in requests:
+                self.failures.setdefault(number, failure)
+
+    def _replayed(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Put recorded decisions in the place of those just taken."""
+        ids, weights = ids.clone(), weights.clone()
+        layer = len(self._ids)
+        for start, routed in self.replay:
+            end = start + routed.ids.shape[0]
+            ids[start:end] = routed.ids[:, layer].to(ids.dtype)
+            weights[start:end] = routed.weights[:, layer]
+        return ids, weights
+
+
+@contextlib.contextmanager
+def routing(step: StepRouting) -> Iterator[StepRouting]:
+    """Make `step` the routing of this thread's forward passes."""
+    _active.step = step
+    try:
+        yield step
+    finally:
+        _active.step = None
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What the experts interface calls in the place of an experts module's own forward."""
+    step: StepRouting | None = getattr(_active, "step", None)
+    assert step is not None, "an experts module ran outside `routing`"
+    return step.run(module.kvasir_layer, hidden_states, top_k_index, top_k_weights)
+
+
+def register() -> None:
+    """Register the hook with transformers; doing so again changes nothing."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -1,0 +1,634 @@
+"""The swarm as the backbone keeps it: claims followed, sessions held, replicas proven, receipts sent.
+
+Theory of operation. `run` follows the market's claims of one plan (a snapshot, then changes; a new snapshot
+after any gap). Each device with a loaded claim gets a link over a relay, and each loaded claim a proving
+call; once the market has taken the proof, the replica is in the roster that the dispatcher plans with. A
+device leaves the roster when its session ends or its breaker opens, never by a ping, and comes back by a
+proving call. While the market is silent everything goes on with what is known.
+
+All state belongs to the loop's thread; the dispatcher's threads read the immutable `roster` and hand calls
+over (`submit`). One task each: following, hashing, demand, relays, receipts, and one a device.
+
+Knows the market, relays and links. Knows no rows: those are the dispatcher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from concurrent.futures import Executor
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, cast
+
+import aiohttp
+import structlog
+
+from kvasir_node.calls import Buffers, Reference
+from market.client import MarketClient
+from market.messages import Change, ResyncNeeded
+from market.plans import Plan, PlanId, WindowHashes, sign_hashes
+from market.swarm import OperatingKey
+from market.windows import Window
+from relay.errors import KvasirError, Refused, Unreachable
+from relay.identity import Certificate, PublicKey, SigningKey, address_of
+from relay.secure import SecureSession
+from relay.transport import RelayClient
+
+from .audit import NormBand, limit_of
+from .auditing import References, SampledAuditor
+from .bookkeeping import Bookkeeper
+from .credit import CreditBook
+from .directory import Difference, Directory, Holding
+from .dispatch import CallEnd, OwnerBook, SwarmDispatcher
+from .links import DeviceLink
+from .proving import Prover
+from .roster import Replica, Roster
+
+_log = structlog.get_logger("backbone")
+
+OPEN_TIMEOUT_S: Final = 5.0
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+RELAYS_S: Final = 30.0
+"""How often the market is asked for its list of relays."""
+
+LONGEST_PAUSE_S: Final = 16.0
+"""Bound of the pause before the market is asked again."""
+
+PROVE_AGAIN_S: Final = 0.5
+"""First pause after a proving call without an answer; it doubles."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmConfig:
+    """How a swarm is kept. Times in seconds."""
+
+    start_generation: int
+    """Rises with each start of the daemon."""
+    receipts: Path
+    """The receipt store's file."""
+    fallback: bool = True
+    """Whether windows without an owner are computed here."""
+    demand_s: float = 5.0
+    """How often demand is reported to the market."""
+    drain_s: float = 5.0
+    """How long the last receipts may take to be posted."""
+
+
+class Swarm:
+    """See the module docstring. `keys` gives the backbone's current operating key, `hash_window` makes the
+    hashes of a window (blocking; run in `threads`), `references` runs experts here.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        plan_id: PlanId,
+        config: SwarmConfig,
+        *,
+        market: MarketClient,
+        http: aiohttp.ClientSession,
+        keys: Callable[[], OperatingKey],
+        hash_window: Callable[[Window], WindowHashes],
+        references: References,
+        threads: Executor,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.plan = plan
+        self.plan_id = plan_id
+        self.directory = Directory(plan)
+        self.owners = OwnerBook()
+        self.band = NormBand()
+        self.book = CreditBook()
+        self.references = references
+        self._config = config
+        self._market = market
+        self._http = http
+        self._keys = keys
+        self._hash_window = hash_window
+        self._threads = threads
+        self._rng = rng or random.SystemRandom()
+        self._loop = asyncio.get_running_loop()
+        self._generations = itertools.count((config.start_generation << 20) + 1)
+        self._roster = Roster(self.directory.windows)
+        self._covered: frozenset[int] = frozenset()
+        self._links: dict[PublicKey, DeviceLink] = {}
+        self._tasks: dict[PublicKey, asyncio.Task[None]] = {}
+        self._wakes: dict[PublicKey, asyncio.Event] = {}
+        self._relays: dict[str, RelayClient] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._hash_now = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self.auditor = SampledAuditor(references, self.band, on_verdict=self._verdict_from_thread, rng=rng)
+        self.dispatcher = SwarmDispatcher(
+            plan,
+            self,
+            owners=self.owners,
+            book=self.book,
+            band=self.band,
+            reference=references,
+            fallback=config.fallback,
+            auditor=self.auditor,
+            rng=rng,
+        )
+        self._prover = Prover(
+            plan, references, self.band, threads=threads, next_call=self.dispatcher.next_call, rng=rng
+        )
+        self.bookkeeper = Bookkeeper(
+            self.book, config.receipts, market=market, signer=self._signer, send=self._send_receipt
+        )
+
+    def _signer(self) -> tuple[Certificate, SigningKey]:
+        key = self._keys()
+        return key.certificate, key.signing
+
+    # --- what the dispatcher calls, from its threads ------------------------------------------------
+
+    def roster(self) -> Roster:
+        """See `dispatch.Lines.roster`."""
+        return self._roster
+
+    def submit(
+        self, device: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]
+    ) -> None:
+        """See `dispatch.Lines.submit`."""
+        try:
+            self._loop.call_soon_threadsafe(self._submit, device, call_id, message, done)
+        except RuntimeError:  # the loop is closed: the daemon is ending
+            done(CallEnd(call_id, time.monotonic(), message="the backbone is shutting down"))
+
+    def _submit(
+        self, device: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]
+    ) -> None:
+        link = self._links.get(device)
+        if link is None:
+            done(CallEnd(call_id, time.monotonic(), message="the device has no session"))
+        else:
+            link.submit(call_id, message, done)
+
+    def tripped(self, device: PublicKey, reason: str) -> None:
+        """See `dispatch.Lines.tripped`."""
+        self._soon(self._on_trip, device, reason)
+
+    def _soon(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:
+            return
+
+    def _on_trip(self, device: PublicKey, reason: str) -> None:
+        _log.warning("breaker.opened", device=address_of(device), reason=reason)
+        self._wake(device)
+
+    def _verdict_from_thread(self, replica: Replica, reason: str, d: float) -> None:
+        self._soon(self._on_verdict, replica, reason, d)
+
+    # --- life ----------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open the receipt store. Raises `ConfigError`."""
+        await self.bookkeeper.open()
+
+    async def run(self) -> None:
+        """Keep the swarm until cancelled. Raises what cannot be mended by waiting."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._keep_relays())
+                group.create_task(self._follow())
+                group.create_task(self._make_hashes())
+                group.create_task(self._report_demand())
+                group.create_task(self.bookkeeper.run())
+        finally:
+            self._group = None
+
+    async def drain(self) -> None:
+        """Sign, send and post the last receipts; `run` is still running."""
+        await self.bookkeeper.drain(self._config.drain_s)
+
+    async def close(self) -> None:
+        """Close what `run` does not own. The auditor's thread ends first."""
+        await asyncio.to_thread(self.auditor.close)
+        await self.bookkeeper.close()
+
+    # --- relays --------------------------------------------------------------------------------------
+
+    async def _keep_relays(self) -> None:
+        assert self._group is not None
+        pause = 0.2
+        while True:
+            try:
+                swarm = await self._market.swarm()
+            except KvasirError as error:
+                _log.warning("market.unreachable", reason=str(error), code=error.code)
+                await asyncio.sleep(self._rng.uniform(0.0, pause))
+                pause = min(LONGEST_PAUSE_S, 2 * pause)
+                continue
+            pause = 0.2
+            for relay in swarm.relays:
+                if relay.url not in self._relays:
+                    self._relays[relay.url] = self._relay_client(relay.url, relay.key)
+                    self._group.create_task(self._run_relay(relay.url))
+            await asyncio.sleep(RELAYS_S)
+
+    def _relay_client(self, url: str, key: PublicKey) -> RelayClient:
+        return RelayClient(
+            url,
+            self._keys().signing,
+            role="backbone",
+            root=self._keys().certificate.swarm,
+            ticket=lambda: self._market.ticket(key, start_generation=self._config.start_generation),
+            start_generation=self._config.start_generation,
+            http=self._http,
+        )
+
+    async def _run_relay(self, url: str) -> None:
+        """The boundary for one relay: one that refuses us for good is left; a duplicate of us ends us."""
+        try:
+            await self._relays[url].run()
+        except* KvasirError as group:
+            error = group.exceptions[0]
+            if isinstance(error, Refused) and error.code == "duplicate":
+                raise Refused(
+                    "duplicate", "another backbone runs with the keys of this state directory: stop one"
+                ) from None
+            _log.error("relay.refused", relay=url, reason=str(error))
+        finally:
+            self._relays.pop(url, None)
+
+    async def _dial(self, device: PublicKey) -> SecureSession:
+        holdings = self.directory.of(device)
+        if not holdings:
+            raise Unreachable("the device has no claim left")
+        grant = max((h.assignment.grant for h in holdings), key=lambda grant: grant.issued_at)
+        clients = [client for client in self._relays.values() if client.connected]
+        last: KvasirError = Unreachable("no relay is connected")
+        for client in sorted(clients, key=lambda client: client.rtt_s or 0.0):
+            try:
+                channel = await client.open(device, timeout=OPEN_TIMEOUT_S)
+            except (Unreachable, Refused) as error:
+                last = error
+                continue
+            key = self._keys()
+            return await SecureSession.connect(
+                channel,
+                certificate=key.certificate,
+                key=key.exchange,
+                device_key=grant.exchange,
+                root=key.certificate.swarm,
+                grant_hash=grant.hash,
+                generation=next(self._generations),
+                timeout=HANDSHAKE_TIMEOUT_S,
+            )
+        raise last
+
+    # --- following the market ------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        pause = 0.1
+        while True:
+            try:
+                snapshot = await self._market.assignments(self.plan_id)
+                pause = 0.1
+                await self._update(self.directory.replace_all(snapshot))
+                watch = self._market.watch(self.plan_id, snapshot.revision)
+                async with aclosing(cast(AsyncGenerator[Change, None], watch)) as changes:
+                    async for change in changes:
+                        await self._update(self.directory.apply(change))
+            except ResyncNeeded as error:
+                _log.info("claims.resynced", reason=str(error))
+            except KvasirError as error:
+                _log.warning("market.unreachable", reason=str(error), code=error.code)
+            await asyncio.sleep(self._rng.uniform(0.0, pause))
+            pause = min(LONGEST_PAUSE_S, 2 * pause)
+
+    async def _update(self, difference: Difference) -> None:
+        """Carry out what a change of claims means."""
+        for holding, reason in difference.ended.values():
+            assignment = holding.assignment
+            _log.info(
+                "claim.ended",
+                device=address_of(assignment.device),
+                window=assignment.window.name,
+                epoch=assignment.epoch,
+                reason=reason,
+            )
+        self._sign_leaving(difference)
+        wanted = self.directory.devices()
+        for device in difference.devices:
+            if device in wanted:
+                self._keep_device(device)
+            elif device in self._tasks:
+                self._tasks.pop(device).cancel()
+        self._hash_now.set()
+        self._publish()
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _sign_leaving(self, difference: Difference) -> None:
+        """A device that drains or lost a claim gets its receipt now."""
+        assert self._group is not None
+        leaving = {holding.device for holding, _ in difference.ended.values()}
+        for device in difference.devices:
+            if any(holding.assignment.state == "DRAINING" for holding in self.directory.of(device)):
+                leaving.add(device)
+        if leaving:
+            self._group.create_task(self.bookkeeper.sign(leaving))
+
+    def _keep_device(self, device: PublicKey) -> None:
+        assert self._group is not None
+        self.owners.ensure(device)
+        if device not in self._tasks:
+            self._wakes[device] = asyncio.Event()
+            self._tasks[device] = self._group.create_task(self._tend(device))
+        link = self._links.get(device)
+        if link is not None:
+            link.announce()
+            link.hurry()
+        self._wake(device)
+
+    def _wake(self, device: PublicKey) -> None:
+        event = self._wakes.get(device)
+        if event is not None:
+            event.set()
+
+    def _publish(self) -> None:
+        """Make the roster anew, and say which windows lost or found an owner."""
+        connected = {d for d, link in self._links.items() if link.session is not None and not link.draining}
+        usable = {device for device in self._links if self.book.knows(device)}
+        self._roster = self.directory.roster(connected, usable=usable)
+        covered = frozenset(
+            number
+            for number, replicas in self._roster.replicas.items()
+            if any(replica.connected for replica in replicas)
+        )
+        for number in sorted(self._covered - covered):
+            _log.warning(
+                "window.uncovered",
+                window=self.plan.windows[number].name,
+                served_by="fallback" if self._config.fallback else "nobody",
+            )
+        for number in sorted(covered - self._covered):
+            _log.info("window.covered", window=self.plan.windows[number].name)
+        self._covered = covered
+
+    # --- one device ----------------------------------------------------------------------------------
+
+    async def _tend(self, device: PublicKey) -> None:
+        """Everything about one device, until its last claim ended: the boundary for this peer."""
+        link = DeviceLink(
+            device,
+            dial=lambda: self._dial(device),
+            references=lambda: self._references(device),
+            on_up=lambda: self._on_up(device),
+            on_down=self._publish,
+            on_ack=lambda ack: self._on_ack(device, ack),
+            on_draining=lambda reason: self._on_draining(device, reason),
+        )
+        wake = self._wakes[device]
+        try:
+            await self._open_chain(device)
+            self._links[device] = link
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(link.run())
+                tasks.create_task(self._prove_all(device, link, wake))
+        except Exception:  # a bug here must cost one device, not the swarm
+            _log.exception("device.crashed", device=address_of(device))
+            self._tasks.pop(device, None)
+        finally:
+            if self._links.get(device) is link:
+                del self._links[device]
+            self._publish()
+
+    async def _open_chain(self, device: PublicKey) -> None:
+        pause = 0.2
+        while True:
+            holdings = self.directory.of(device)
+            if holdings:
+                try:
+                    await self.bookkeeper.open_chain(device, holdings[-1].assignment.wallet)
+                    return
+                except KvasirError as error:
+                    _log.warning("receipt.chain_unknown", device=address_of(device), reason=str(error))
+            await asyncio.sleep(self._rng.uniform(0.0, pause))
+            pause = min(LONGEST_PAUSE_S, 2 * pause)
+
+    def _references(self, device: PublicKey) -> list[Reference]:
+        return [
+            Reference(holding.ref, holding.assignment.lease, holding.assignment.epoch, self.plan_id)
+            for holding in self.directory.of(device)
+            if holding.assignment.state != "HELD"
+        ]
+
+    def _on_up(self, device: PublicKey) -> None:
+        assert self._group is not None
+        owner = self.owners.ensure(device)
+        with self.owners.lock:
+            owner.breaker.reconnected(time.monotonic())
+        self._group.create_task(self._resume(device))
+        self._publish()
+        self._wake(device)
+
+    async def _resume(self, device: PublicKey) -> None:
+        await self.bookkeeper.session_started(device)
+
+    def _send_receipt(self, device: PublicKey, receipt: bytes) -> None:
+        link = self._links.get(device)
+        if link is not None:
+            link.send_receipt(receipt)
+
+    def _on_ack(self, device: PublicKey, ack: bytes) -> None:
+        assert self._group is not None
+        self._group.create_task(self._acknowledge(device, ack))
+
+    async def _acknowledge(self, device: PublicKey, ack: bytes) -> None:
+        try:
+            await self.bookkeeper.acknowledge(device, ack)
+        except KvasirError as error:
+            _log.warning("receipt.not_acknowledged", device=address_of(device), reason=str(error))
+
+    def _on_draining(self, device: PublicKey, reason: str) -> None:
+        assert self._group is not None
+        _log.info("device.draining", device=address_of(device), reason=reason)
+        self._publish()
+        self._group.create_task(self.bookkeeper.sign({device}))
+
+    # --- proving -------------------------------------------------------------------------------------
+
+    async def _prove_all(self, device: PublicKey, link: DeviceLink, wake: asyncio.Event) -> None:
+        """Prove each loaded claim, and any claim of a device whose breaker is open, as they come."""
+        pauses: dict[bytes, float] = {}
+        while True:
+            await link.up.wait()
+            wake.clear()
+            holding, wait_s = self._next_to_prove(device)
+            if holding is None:
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await wake.wait()
+                except TimeoutError:
+                    pass
+                continue
+            if not await self._prove(link, holding):
+                lease = holding.assignment.lease
+                pauses[lease] = min(LONGEST_PAUSE_S, 2 * pauses.get(lease, PROVE_AGAIN_S / 2))
+                await asyncio.sleep(pauses[lease])
+
+    def _next_to_prove(self, device: PublicKey) -> tuple[Holding | None, float | None]:
+        """The claim to prove now, or how long to wait for one (None: until something changes)."""
+        holdings = self.directory.of(device)
+        loaded = [holding for holding in holdings if holding.assignment.state == "LOADED"]
+        if loaded:
+            return loaded[0], None
+        proven = [holding for holding in holdings if holding.assignment.state == "PROVEN"]
+        breaker = self.owners.ensure(device).breaker
+        if proven and breaker.is_open:
+            left = breaker.retry_at - time.monotonic()
+            return (self._rng.choice(proven), None) if left <= 0 else (None, left)
+        return None, None
+
+    async def _prove(self, link: DeviceLink, holding: Holding) -> bool:
+        """One proving call and what follows; False where it is to be tried again."""
+        assignment = holding.assignment
+        owner = self.owners.ensure(link.device)
+        facts = {"device": address_of(link.device), "window": assignment.window.name}
+        try:
+            d = await self._prover.prove(link, holding, owner.pace)
+            if d > limit_of(assignment.numerics):
+                await self._refute(holding, d)
+                return True
+            with self.owners.lock:
+                owner.breaker.succeed()
+            if assignment.state == "LOADED":
+                status = await self._market.declare_proven(assignment.lease, assignment.epoch, d=d)
+                self.directory.mark(assignment.lease, assignment.epoch, state=status.state)
+            _log.info("replica.proven", outcome="proven", d=d, numerics=assignment.numerics, **facts)
+        except KvasirError as error:
+            with self.owners.lock:
+                if owner.breaker.is_open:
+                    owner.breaker.trip(time.monotonic(), str(error))
+            _log.warning("replica.proven", outcome="failed", code=error.code, reason=str(error), **facts)
+            return False
+        self._publish()
+        return True
+
+    async def _refute(self, holding: Holding, d: float) -> None:
+        """A proving call gave wrong outputs: the claim ends, and the owner is told why."""
+        assignment = holding.assignment
+        reason = (
+            f"a proving call for {assignment.window.name} gave wrong outputs: d = {d:.3g}, and the limit of "
+            f"numerics class {assignment.numerics} is {limit_of(assignment.numerics):g}"
+        )
+        await self._revoke(holding, reason, code="forbidden")
+
+    def _on_verdict(self, replica: Replica, reason: str, d: float) -> None:
+        assert self._group is not None
+        self._group.create_task(self._quarantine(replica.wallet, reason))
+
+    async def _quarantine(self, wallet: PublicKey, reason: str) -> None:
+        """Audits found the wallet out: all its claims end, and its devices are told why."""
+        _log.warning("wallet.quarantined", wallet=address_of(wallet), reason=reason)
+        for holding in self.directory.all():
+            if holding.assignment.wallet == wallet:
+                await self._revoke(holding, f"quarantine: {reason}", code="quarantined")
+
+    async def _revoke(self, holding: Holding, reason: str, *, code: str) -> None:
+        assignment = holding.assignment
+        link = self._links.get(assignment.device)
+        if link is not None:
+            link.send_notice(code, reason)
+        self.directory.mark(assignment.lease, assignment.epoch, state="ENDED")
+        self._publish()
+        _log.warning(
+            "claim.revoked",
+            device=address_of(assignment.device),
+            window=assignment.window.name,
+            reason=reason,
+        )
+        try:
+            await self._market.revoke(assignment.lease, assignment.epoch, reason=reason)
+        except KvasirError as error:
+            _log.warning("market.unreachable", reason=str(error), code=error.code)
+
+    async def drain_device(self, device: PublicKey, reason: str) -> int:
+        """End all claims of a device for its operator's `reason`, calls in flight answered first.
+
+        Returns how many claims it had.
+        """
+        holdings = self.directory.of(device)
+        for holding in holdings:
+            self.directory.mark(holding.assignment.lease, holding.assignment.epoch, state="DRAINING")
+        self._publish()
+        link = self._links.get(device)
+        if link is not None:
+            await link.wait_idle(self._config.drain_s)
+        await self.bookkeeper.sign({device})
+        for holding in holdings:
+            await self._revoke(holding, reason, code="draining")
+        return len(holdings)
+
+    # --- hashes and demand ---------------------------------------------------------------------------
+
+    async def _make_hashes(self) -> None:
+        """Make and publish the hashes of windows at their first claim."""
+        while True:
+            await self._hash_now.wait()
+            self._hash_now.clear()
+            try:
+                for window in await self._market.wanted_hashes(self.plan_id):
+                    started = time.monotonic()
+                    hashes = await self._loop.run_in_executor(self._threads, self._hash_window, window)
+                    await self._market.publish_hashes(sign_hashes(hashes, self._keys().signing))
+                    _log.info("window.hashed", window=window.name, seconds=time.monotonic() - started)
+            except KvasirError as error:
+                _log.warning("window.not_hashed", code=error.code, reason=str(error))
+                await asyncio.sleep(1.0)
+                self._hash_now.set()
+
+    async def _report_demand(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(self._config.demand_s)
+            now = time.monotonic()
+            rates = {
+                name: rows / (now - last) for name, rows in self.dispatcher.take_demand().items() if rows
+            }
+            last = now
+            try:
+                await self._market.report_demand(self.plan_id, rates)
+            except KvasirError as error:
+                _log.debug("demand.unreported", reason=str(error))
+
+    # --- answers for the daemon ----------------------------------------------------------------------
+
+    async def leased(self, device: PublicKey, wait_s: float) -> Collection[Window]:
+        """The windows a device has claims on, waiting up to `wait_s` for the first to be known."""
+        windows = self.directory.leased_windows(device)
+        if windows:
+            return windows
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(lambda: bool(self.directory.leased_windows(device)))
+        except TimeoutError:
+            pass
+        return self.directory.leased_windows(device)
+
+    def numerics(self) -> Literal["exact", "mixed"]:
+        """Whether all owners and the fallback share one numerics class."""
+        classes = set(self._roster.numerics())
+        if self._config.fallback:
+            classes.add(self.references.numerics)
+        return "exact" if len(classes) <= 1 else "mixed"
+
+    def links(self) -> Mapping[PublicKey, DeviceLink]:
+        """The link of each device that is kept."""
+        return self._links
+
+    @property
+    def relays_connected(self) -> int:
+        """Relays this backbone is connected to."""
+        return sum(client.connected for client in self._relays.values())

@@ -1,0 +1,475 @@
+"""What the market does for each route: one handler a route, each a piece of work on the store.
+
+Knows no HTTP but a request's path, query and streams; who asked is verified before a handler runs (see
+`market.server`). The rules are in claims, scarcity, volunteering, receipts and ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import structlog
+from aiohttp import web
+
+from relay.errors import ConfigError, IdentityError, Refused, RemoteProtocolError
+from relay.identity import PROTOCOL_VERSION, PublicKey, SignedDocument, open_certificate, parse_address
+from relay.tickets import issue_ticket
+
+from . import admission, banking, following, leasing, overview, publishing
+from . import messages as m
+from .config import MarketConfig
+from .plans import PlanId, open_hashes, open_plan
+from .receipts import open_receipt
+from .requests import Author
+from .sse import KEEP_ALIVE, encode_event
+from .store import Session, Store
+from .swarm import OperatingKey
+from .wallet import new_nonce
+from .watchers import Watchers, within
+from .windows import Window
+from .wire import LeaseId, to_json
+
+log = structlog.get_logger("market")
+
+MAX_TICKETS: Final = 8
+VERSION: Final = importlib.metadata.version("kvasir")
+Listings = Callable[[], Sequence[m.RelayListing]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request as a handler sees it: verified author (None where anyone may ask) and parsed body."""
+
+    request: web.Request
+    author: Author | None
+    body: Any
+
+    @property
+    def signed_by(self) -> Author:
+        """The author of a route that must be signed."""
+        assert self.author is not None
+        return self.author
+
+    @property
+    def plan(self) -> PlanId:
+        """The plan in the path. Raises `RemoteProtocolError`."""
+        return PlanId(_hex(self.request.match_info["plan"], 32, "plan"))
+
+    @property
+    def lease(self) -> LeaseId:
+        """The lease in the path. Raises `RemoteProtocolError`."""
+        return LeaseId(_hex(self.request.match_info["lease"], 16, "lease"))
+
+
+class RelayBook:
+    """The relays listed now: those that `static` names, and those that announced themselves lately."""
+
+    def __init__(self, root: PublicKey, static: Listings, clock: Callable[[], float]) -> None:
+        self._root = root
+        self._static = static
+        self._clock = clock
+        self.listed: list[tuple[str, PublicKey, m.RelayListing]] = []
+        """URL, key and listing of each."""
+
+    def refresh(self, announced: Iterable[m.RelayListing]) -> None:
+        """Verify all again; one whose certificate ran out is left out."""
+        listed = []
+        now = self._clock()
+        for listing in (*self._static(), *announced):
+            try:
+                certificate = open_certificate(listing.certificate, swarm=self._root, now=now, role="relay")
+            except IdentityError as error:
+                log.warning("relay.unlisted", url=listing.url, reason=str(error))
+                continue
+            listed.append((listing.url, certificate.ed25519, listing))
+        self.listed = listed
+
+
+class Handlers:
+    """One method a route of `market.routes.ROUTES`; each takes a `Call` and returns the route's message."""
+
+    def __init__(
+        self,
+        config: MarketConfig,
+        store: Store,
+        *,
+        root: PublicKey,
+        keys: Callable[[], OperatingKey],
+        relays: RelayBook,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.root = root
+        self.keys = keys
+        self.relays = relays
+        self.clock = clock
+        self.watchers = Watchers()
+        self.public_urls = list(config.public_urls)
+
+    def desk(self) -> leasing.Desk:
+        """What leasing works with, now."""
+        return leasing.Desk(
+            root=self.root,
+            key=self.keys().signing,
+            lease_rules=self.config.lease_rules,
+            scarcity_rules=self.config.scarcity,
+            relays=tuple((url, key) for url, key, _ in self.relays.listed),
+            trusted_calls=self.config.trusted_calls,
+        )
+
+    async def _as_device(self, call: Call, work: Callable[[Session, admission.Device], Any]) -> Any:
+        """Carry out a device's change: its grant checked and its nonce used up in the same transaction."""
+
+        def once(session: Session) -> Any:
+            return work(session, admission.find_device(session, call.signed_by, lock=True))
+
+        return await self.store.write(once, author=call.signed_by)
+
+    # --- swarm and wallet
+
+    async def swarm(self, call: Call) -> m.SwarmListing:
+        """GET /swarm."""
+        return m.SwarmListing(
+            v=PROTOCOL_VERSION,
+            swarm=self.root,
+            certificate=self.keys().certificate.document,
+            relays=tuple(listing for _, _, listing in self.relays.listed),
+            public_urls=tuple(self.public_urls),
+            time=self.clock(),
+        )
+
+    async def health(self, call: Call) -> m.Health:
+        """GET /health."""
+        return await self.store.read(lambda session: overview.health(session, VERSION))
+
+    async def challenge(self, call: Call) -> m.ChallengeOffer:
+        """POST /challenges."""
+        nonce, urls = new_nonce(), tuple(self.public_urls)
+        return await self.store.write(
+            lambda session: admission.offer_challenge(
+                session, call.body, root=self.root, public_urls=urls, nonce=nonce
+            )
+        )
+
+    async def grant(self, call: Call) -> m.GrantAnswer:
+        """POST /grants. The nonce is used up, whatever comes of the rest."""
+
+        def take(session: Session) -> tuple[str | None, float]:
+            return admission.take_challenge(session, call.body.text), session.now
+
+        stored, now = await self.store.write(take, author=call.signed_by)
+        grant = admission.check_grant(stored, call.body, call.signed_by, root=self.root, now=now)
+        answer = await self.store.write(lambda session: admission.store_grant(session, grant))
+        log.info("wallet.granted", wallet=grant.wallet, device=grant.device, outcome="granted")
+        return answer
+
+    # --- leases
+
+    async def volunteer(self, call: Call) -> m.VolunteerAnswer:
+        """POST /volunteer."""
+        desk = self.desk()
+        return cast(
+            m.VolunteerAnswer,
+            await self._as_device(call, lambda s, d: leasing.volunteer(s, desk, d, call.body)),
+        )
+
+    async def claim(self, call: Call) -> m.LeaseGrant:
+        """POST /claims."""
+        desk = self.desk()
+        return cast(
+            m.LeaseGrant, await self._as_device(call, lambda s, d: leasing.claim(s, desk, d, call.body))
+        )
+
+    async def heartbeat(self, call: Call) -> m.HeartbeatAnswer:
+        """POST /heartbeat."""
+        desk, beat = self.desk(), call.body
+        statuses, notices = await self._as_device(call, lambda s, d: leasing.heartbeat(s, desk, d, beat))
+        tickets = [
+            self._ticket(call.signed_by, key, beat.start_generation) for _, key in desk.relays[:MAX_TICKETS]
+        ]
+        return m.HeartbeatAnswer(statuses, tuple(tickets), notices)
+
+    async def ticket(self, call: Call) -> m.TicketAnswer:
+        """POST /tickets."""
+        author, wanted = call.signed_by, call.body
+        if wanted.relay not in [key for _, key, _ in self.relays.listed]:
+            raise Refused("not_found", "that relay is not listed here", retry_after_s=5)
+        if author.certificate is None:
+            await self.store.read(lambda session: admission.find_device(session, author))
+        return m.TicketAnswer(self._ticket(author, wanted.relay, wanted.start_generation))
+
+    def _ticket(self, author: Author, relay: PublicKey, start_generation: int) -> SignedDocument:
+        if start_generation < 0:
+            raise RemoteProtocolError("a start generation is not negative")
+        return issue_ticket(
+            self.keys().signing,
+            subject=author.key,
+            role="device" if author.certificate is None else "backbone",
+            relay=relay,
+            start_generation=start_generation,
+            now=self.clock(),
+        )
+
+    async def loaded(self, call: Call) -> m.LeaseStatus:
+        """POST /leases/{lease}/loaded."""
+        desk, lease = self.desk(), call.lease
+        return cast(
+            m.LeaseStatus,
+            await self._as_device(call, lambda s, d: leasing.loaded(s, desk, d, lease, call.body)),
+        )
+
+    async def drain(self, call: Call) -> m.LeaseStatus:
+        """POST /leases/{lease}/drain."""
+        desk, lease = self.desk(), call.lease
+        return cast(
+            m.LeaseStatus,
+            await self._as_device(call, lambda s, d: leasing.drain(s, desk, d, lease, call.body)),
+        )
+
+    async def release(self, call: Call) -> m.LeaseStatus:
+        """POST /leases/{lease}/release."""
+        lease = call.lease
+        return cast(
+            m.LeaseStatus, await self._as_device(call, lambda s, d: leasing.release(s, d, lease, call.body))
+        )
+
+    async def proven(self, call: Call) -> m.LeaseStatus:
+        """POST /leases/{lease}/proven."""
+        desk, lease = self.desk(), call.lease
+        return await self.store.write(
+            lambda session: leasing.prove(session, desk, lease, call.body), author=call.signed_by
+        )
+
+    async def revoke(self, call: Call) -> m.LeaseStatus:
+        """POST /leases/{lease}/revoke."""
+        lease = call.lease
+        return await self.store.write(
+            lambda session: leasing.revoke(session, lease, call.body), author=call.signed_by
+        )
+
+    # --- plans
+
+    async def plans(self, call: Call) -> m.PlansAnswer:
+        """GET /plans."""
+        return await self.store.read(publishing.list_plans)
+
+    async def plan(self, call: Call) -> m.Published:
+        """GET /plans/{plan}."""
+        plan = call.plan
+        return await self.store.read(lambda session: publishing.get_plan(session, plan))
+
+    async def publish_plan(self, call: Call) -> m.PlanAnswer:
+        """POST /plans."""
+        author, document = call.signed_by, call.body.document
+        certificate = author.certificate
+        assert certificate is not None
+        plan = await asyncio.to_thread(open_plan, document, author.key)
+        rows = await asyncio.to_thread(publishing.window_rows, plan)
+        desk, rules = self.desk(), self.config.scarcity
+
+        def work(session: Session) -> PlanId:
+            published = publishing.publish_plan(session, document, plan, rows, certificate, rules)
+            leasing.drain_retired(session, desk)
+            return published
+
+        plan_id = await self.store.write(work, author=author)
+        log.info("plan.published", plan=plan_id, model=plan.model, windows=len(plan.windows))
+        return m.PlanAnswer(plan_id)
+
+    async def hashes(self, call: Call) -> m.Published:
+        """GET /plans/{plan}/hashes: waits, within bounds, until they are made."""
+        plan, window = call.plan, _window(call.request.query.get("window", ""))
+        left = min(_seconds(call.request.query.get("wait", "0")), self.config.hashes_wait_s)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + left
+        with self.watchers.watching(plan) as changed:
+            while True:
+                changed.clear()
+                found = await self.store.read(lambda s: publishing.get_hashes(s, plan, window))
+                if found is not None:
+                    return found
+                if not await within(changed, deadline - loop.time()) or self.watchers.closing:
+                    raise Refused(
+                        "not_found", f"the hashes of {window.name} are not made yet", retry_after_s=0.5
+                    )
+
+    async def publish_hashes(self, call: Call) -> m.Done:
+        """POST /hashes."""
+        author, document = call.signed_by, call.body.document
+        certificate = author.certificate
+        assert certificate is not None
+        hashes = await asyncio.to_thread(open_hashes, document, author.key)
+        published = await self.store.read(lambda s: publishing.get_plan(s, hashes.plan))
+        signer = published.document.signer
+        plan = await asyncio.to_thread(open_plan, published.document, signer)
+        hashes.check(plan)
+        return await self.store.write(
+            lambda session: publishing.publish_hashes(session, document, hashes, certificate), author=author
+        )
+
+    async def wanted_hashes(self, call: Call) -> m.WindowsAnswer:
+        """GET /plans/{plan}/wanted-hashes."""
+        plan = call.plan
+        return await self.store.read(lambda session: publishing.wanted_hashes(session, plan))
+
+    async def demand(self, call: Call) -> m.Done:
+        """POST /plans/{plan}/demand."""
+        plan, author, rates = call.plan, call.signed_by, call.body.rows_per_s
+        assert author.certificate is not None
+        backbone, rules = author.certificate.id, self.config.scarcity
+        return await self.store.write(
+            lambda session: publishing.report_demand(session, plan, backbone, rates, rules), author=author
+        )
+
+    # --- following
+
+    async def assignments(self, call: Call) -> m.SnapshotListing:
+        """GET /plans/{plan}/assignments."""
+        plan, author = call.plan, call.signed_by
+        await self._note_backbone(plan, author)
+        return await self.store.read(lambda session: following.snapshot(session, plan))
+
+    async def watch(self, call: Call) -> web.StreamResponse:
+        """GET /plans/{plan}/watch: server-sent events until either side goes away."""
+        plan, author = call.plan, call.signed_by
+        since = _revision(call.request.query.get("since", ""))
+        if self.watchers.count >= self.config.watches:
+            raise Refused("overloaded", "too many watches", retry_after_s=5)
+        await self._changes(plan, since)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        await response.prepare(call.request)
+        with self.watchers.watching(plan) as changed:
+            while not self.watchers.closing:
+                changed.clear()
+                batch = await self._changes(plan, since)
+                for change in batch:
+                    await response.write(encode_event(json.dumps(to_json(change), separators=(",", ":"))))
+                    since = change.revision
+                if len(batch) < following.BATCH and not await within(changed, self.config.watch_alive_s):
+                    await response.write(KEEP_ALIVE)
+                    await self._note_backbone(plan, author)
+        return response
+
+    async def _changes(self, plan: PlanId, since: int) -> tuple[m.ChangeListing, ...]:
+        return await self.store.read(lambda session: following.changes(session, plan, since))
+
+    async def _note_backbone(self, plan: PlanId, author: Author) -> None:
+        assert author.certificate is not None
+        backbone = author.certificate.id
+        await self.store.write(lambda session: publishing.note_backbone(session, plan, backbone))
+
+    # --- credit
+
+    async def post_receipt(self, call: Call) -> m.Done:
+        """POST /receipts."""
+        author, document = call.signed_by, call.body.document
+        certificate = author.certificate
+        assert certificate is not None
+        receipt = open_receipt(document, certificate=certificate, root=self.root)
+        return await self.store.write(
+            lambda session: banking.post_receipt(session, receipt, certificate), author=author
+        )
+
+    async def receipt(self, call: Call) -> m.ReceiptAnswer:
+        """GET /receipts/{device}."""
+        author = call.signed_by
+        assert author.certificate is not None
+        backbone, device = author.certificate.id, _key(call.request.match_info["device"])
+        return await self.store.read(lambda session: banking.last_receipt(session, backbone, device))
+
+    async def acknowledge(self, call: Call) -> m.Done:
+        """POST /acknowledgements."""
+        author, document = call.signed_by, call.body.document
+        return await self.store.write(
+            lambda session: banking.acknowledge(session, document, author.key), author=author
+        )
+
+    async def own_credits(self, call: Call) -> m.CreditStatement:
+        """GET /credits."""
+        author = call.signed_by
+        return await self.store.read(
+            lambda session: banking.statement(session, admission.find_device(session, author).wallet)
+        )
+
+    async def credits(self, call: Call) -> m.CreditStatement:
+        """GET /credits/{wallet}."""
+        wallet = _key(call.request.match_info["wallet"])
+        return await self.store.read(lambda session: banking.statement(session, wallet))
+
+    async def credit_table(self, call: Call) -> m.CreditTable:
+        """GET /credit-table."""
+        return await self.store.read(banking.credit_table)
+
+    # --- operator and relay
+
+    async def gaps(self, call: Call) -> m.GapsAnswer:
+        """GET /gaps."""
+        rules = self.config.scarcity
+        return await self.store.read(lambda session: overview.gaps(session, rules))
+
+    async def nodes(self, call: Call) -> m.NodesAnswer:
+        """GET /nodes."""
+        return await self.store.read(overview.nodes)
+
+    async def announce_relay(self, call: Call) -> m.Done:
+        """POST /relays."""
+        author, url = call.signed_by, call.body.url
+        certificate = author.certificate
+        assert certificate is not None
+        if len(url) > 512 or not url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise RemoteProtocolError("a relay's URL starts with http, https, ws or wss")
+
+        def work(session: Session) -> tuple[m.RelayListing, ...]:
+            admission.announce_relay(session, certificate, url)
+            return tuple(admission.announced_relays(session))
+
+        self.relays.refresh(await self.store.write(work, author=author))
+        return m.Done()
+
+
+def _hex(text: str, size: int, what: str) -> bytes:
+    if len(text) == 2 * size and text == text.lower() and text.isascii():
+        try:
+            return bytes.fromhex(text)
+        except ValueError:
+            pass
+    raise RemoteProtocolError(f"the {what} in the path is not {size} bytes in lower-case hexadecimal")
+
+
+def _window(name: str) -> Window:
+    try:
+        return Window.parse(name)
+    except ConfigError as error:
+        raise RemoteProtocolError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise RemoteProtocolError("wait is a number of seconds")
+    return seconds
+
+
+def _revision(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise RemoteProtocolError("since is a revision, a whole number")
+    return int(text)
+
+
+def _key(address: str) -> PublicKey:
+    try:
+        return parse_address(address)
+    except IdentityError as error:
+        raise RemoteProtocolError(str(error)) from None

@@ -1,0 +1,383 @@
+"""The market daemon: who asked is verified here, what they asked is answered in `market.handlers`.
+
+`Market` can be attached to any aiohttp application (the embedded daemon has one for everything) or run on
+its own with `serve`. One boundary turns every error into a typed answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+
+import structlog
+from aiohttp import web
+from sqlalchemy import insert, select, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from relay.errors import ConfigError, KvasirError, Refused, RemoteProtocolError
+from relay.identity import PublicKey, SerialBook
+from relay.links import JoinLink
+
+from . import admission, leasing, overview, publishing
+from . import messages as m
+from . import tables as t
+from .config import MarketConfig
+from .handlers import Call, Handlers, Listings, RelayBook
+from .openapi import document as openapi_document
+from .requests import Author, verify_request
+from .routes import PREFIX, ROUTES, Route
+from .store import Session, Store
+from .swarm import OperatingKey, SwarmKeys
+from .wallet import normalise_url
+from .wire import from_json, to_json
+
+log = structlog.get_logger("market")
+
+STATUS: Final = {
+    "bad_request": 400, "version": 400, "wrong_swarm": 403, "bad_signature": 401, "replay": 409,
+    "forbidden": 403, "quarantined": 403, "not_found": 404, "conflict": 409, "duplicate": 409,
+    "stale_epoch": 409, "expired": 410, "quota": 429, "busy": 429, "overloaded": 503, "draining": 503,
+    "unreachable": 503, "internal": 500, "not_mine": 404,
+}  # fmt: skip
+"""The HTTP status that goes with each code."""
+
+OFF_LOOP_BYTES: Final = 256 * 1024
+"""Bodies above this are hashed and parsed off the event loop."""
+
+ALIVE: Final = "alive"
+BODY_TIMEOUT_S: Final = 60.0
+RENEWAL_S: Final = 3600.0
+"""How often a market on its own looks whether its certificate is due."""
+
+
+class Market:
+    """The market of one swarm. `await open()`, `attach(app)`, keep `run()` going, and `await close()` last.
+
+    `keys` gives the market's current operating key, `relays` the relays that need not announce themselves
+    (their URL may be relative to the market's own).
+    """
+
+    def __init__(
+        self,
+        config: MarketConfig,
+        *,
+        root: PublicKey,
+        keys: Callable[[], OperatingKey],
+        relays: Listings = tuple,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self.root = root
+        self._clock = clock
+        self._store = Store(config.database, clock=clock)
+        self._relays = RelayBook(root, relays, clock)
+        self._handlers = Handlers(config, self._store, root=root, keys=keys, relays=self._relays, clock=clock)
+        self._store.on_commit = self._handlers.watchers.wake
+        self._serials = SerialBook()
+        self._noted: set[tuple[bytes, int]] = set()
+        self._revisions: dict[bytes, int] = {}
+        self._counted: Counter[tuple[str, str]] = Counter()
+
+    # --- life
+
+    async def open(self) -> None:
+        """Open the store, migrate it, and give every lease one more TTL if the market was down.
+
+        Raises `ConfigError` if the database cannot be used.
+        """
+
+        def start(session: Session) -> Sequence[m.RelayListing]:
+            admission.load_serials(session, self._serials, root=self.root)
+            alive = session.value(select(t.meta.c.value).where(t.meta.c.name == ALIVE))
+            if alive is not None and session.now - float(alive) > 3 * self.config.sweep_s:
+                leasing.add_ttl(session, self._handlers.desk())
+            _note_alive(session)
+            return admission.announced_relays(session)
+
+        await self._store.open()
+        self._relays.refresh(await self._store.write(start))
+        log.info("market.opened", database=self.config.database.partition(":")[0])
+
+    def attach(self, app: web.Application) -> None:
+        """Add the market's routes to an application."""
+        for route in ROUTES:
+            app.router.add_route(route.method, PREFIX + route.path, self._handler(route))
+        app.router.add_get(f"{PREFIX}/openapi.json", self._openapi)
+        app.router.add_get(f"{PREFIX}/metrics", self._metrics)
+        app.router.add_route("*", PREFIX + "/{tail:.*}", self._unknown)
+        app.on_shutdown.append(self._shutdown)
+
+    def add_public_url(self, url: str) -> None:
+        """Answer for one more URL, known only once the market listens. Raises `ConfigError`."""
+        url = normalise_url(url)
+        if url not in self._handlers.public_urls:
+            self._handlers.public_urls.append(url)
+
+    async def run(self) -> None:
+        """End what is over and move targets, for ever."""
+        last_targets = 0.0
+        while True:
+            await asyncio.sleep(self.config.sweep_s)
+            now = self._clock()
+            targets = now - last_targets >= self.config.target_s
+            last_targets = now if targets else last_targets
+            try:
+                await self._sweep(targets)
+            except SQLAlchemyError as error:
+                log.error("market.store_failed", reason=str(error.__cause__ or error))
+
+    async def close(self) -> None:
+        """End the watches and close the store."""
+        self._handlers.watchers.close()
+        await self._store.close()
+
+    async def _sweep(self, targets: bool) -> None:
+        def work(session: Session) -> tuple[Sequence[m.RelayListing], dict[bytes, int]]:
+            leasing.sweep(session)
+            _note_alive(session)
+            if targets:
+                publishing.retire_plans(session, self.config.plan_silence_s)
+                leasing.drain_retired(session, self._handlers.desk())
+                publishing.set_targets(session, self.config.scarcity)
+                leasing.forget_ended(session)
+                admission.purge(session)
+            revisions = session.rows(select(t.plans.c.plan, t.plans.c.revision))
+            return admission.announced_relays(session), {row.plan: row.revision for row in revisions}
+
+        announced, revisions = await self._store.write(work)
+        self._relays.refresh(announced)
+        changed = [plan for plan, number in revisions.items() if self._revisions.get(plan) != number]
+        self._revisions = revisions
+        self._handlers.watchers.wake(changed)
+
+    async def _shutdown(self, app: web.Application) -> None:
+        self._handlers.watchers.close()
+
+    # --- HTTP
+
+    def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        serve_call: Callable[[Call], Awaitable[Any]] = getattr(self._handlers, route.name)
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            outcome = "ok"
+            try:
+                answer = await serve_call(await self._admit(route, request))
+                if isinstance(answer, web.StreamResponse):
+                    return answer
+                return _respond(to_json(answer))
+            except KvasirError as error:
+                outcome = error.code
+                return _refuse(error, request)
+            except SQLAlchemyError as error:
+                outcome = "internal"
+                log.error("market.store_failed", reason=str(error.__cause__ or error), route=route.name)
+                return _refuse(Refused("internal", "the market's database failed", retry_after_s=2), request)
+            finally:
+                self._counted[route.name, outcome] += 1
+                log.debug("request.served", route=route.name, outcome=outcome)
+
+        return handle
+
+    async def _admit(self, route: Route, request: web.Request) -> Call:
+        """Read, verify and parse one request. Raises `KvasirError`."""
+        body = await _read(request, route.max_body)
+        admit = self._author_and_body
+        if len(body) > OFF_LOOP_BYTES:
+            author, parsed = await asyncio.to_thread(admit, route, request, body)
+        else:
+            author, parsed = admit(route, request, body)
+        if author is not None and author.certificate is not None:
+            await self._note_operator(author)
+        return Call(request, author, parsed)
+
+    def _author_and_body(self, route: Route, request: web.Request, body: bytes) -> tuple[Author | None, Any]:
+        author = None
+        if route.who != "anyone":
+            author = verify_request(
+                request.headers,
+                request.method,
+                _target(request.raw_path),
+                body,
+                now=self._clock(),
+                root=self.root,
+                nonces=None,
+                serials=self._serials,
+            )
+            allowed = ("device", "backbone") if route.who == "signed" else (route.who,)
+            if author.role not in allowed:
+                raise Refused("forbidden", f"this is for a {' or a '.join(allowed)}, not for a {author.role}")
+        return author, None if route.body is None else from_json(route.body, _json(body))
+
+    async def _note_operator(self, author: Author) -> None:
+        """Remember a new certificate, so that the ones it replaces stay replaced after a restart."""
+        certificate = author.certificate
+        assert certificate is not None
+        known = (certificate.id, certificate.serial)
+        if known not in self._noted:
+            await self._store.write(lambda session: admission.note_operator(session, certificate))
+            self._noted.add(known)
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return _respond(openapi_document())
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        message = f"the market has no {request.method} {request.path}: see {PREFIX}/openapi.json"
+        return _refuse(Refused("not_found", message), request)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=await self.metrics(), content_type="text/plain")
+
+    async def metrics(self) -> str:
+        """The market's figures in Prometheus' text format."""
+        states = await self._store.read(overview.leases_by_state)
+        lines = ["# TYPE kvasir_market_leases gauge"]
+        lines += [f'kvasir_market_leases{{state="{state}"}} {n}' for state, n in sorted(states.items())]
+        lines.append("# TYPE kvasir_market_requests_total counter")
+        lines += [
+            f'kvasir_market_requests_total{{route="{route}",outcome="{outcome}"}} {count}'
+            for (route, outcome), count in sorted(self._counted.items())
+        ]
+        lines.append("# TYPE kvasir_market_watches gauge")
+        lines.append(f"kvasir_market_watches {self._handlers.watchers.count}")
+        return "\n".join(lines) + "\n"
+
+
+async def _read(request: web.Request, limit: int) -> bytes:
+    """The body, within its bound and a deadline."""
+    if request.content_length is not None and request.content_length > limit:
+        raise RemoteProtocolError(f"a body of {request.content_length} bytes is over the bound of {limit}")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.content.iter_any():
+                size += len(chunk)
+                if size > limit:
+                    raise RemoteProtocolError(f"the body is over the bound of {limit} bytes")
+                parts.append(chunk)
+    except TimeoutError:
+        raise RemoteProtocolError(f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
+    return b"".join(parts)
+
+
+def _target(raw_path: str) -> str:
+    """Path and query from the prefix on, so that a proxy may put the market below a path of its own."""
+    start = raw_path.find(PREFIX)
+    return raw_path[start:] if start >= 0 else raw_path
+
+
+def _json(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise RemoteProtocolError("the body is not JSON") from None
+
+
+def _respond(answer: dict[str, Any], status: int = 200) -> web.Response:
+    body = json.dumps(answer, separators=(",", ":")).encode("utf-8")
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _refuse(error: KvasirError, request: web.Request) -> web.Response:
+    """A typed refusal."""
+    retry_after_s = error.retry_after_s if isinstance(error, Refused) else None
+    answer = to_json(m.ErrorAnswer(m.ErrorBody(error.code, str(error), retry_after_s)))
+    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}
+    body = json.dumps(answer, separators=(",", ":")).encode("utf-8")
+    return web.Response(
+        body=body, status=STATUS[error.code], headers=headers, content_type="application/json"
+    )
+
+
+def _note_alive(session: Session) -> None:
+    """Write down that the market is running: leases get one more TTL only after it was down."""
+    value = repr(session.now)
+    if not session.run(update(t.meta).where(t.meta.c.name == ALIVE).values(value=value)):
+        session.insert_once(insert(t.meta).values(name=ALIVE, value=value))
+
+
+# --- on its own --------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(market: Market) -> AsyncIterator[str]:
+    """Listen on the configured address for as long as the block lasts; gives the local URL.
+
+    Raises `ConfigError` if the address is taken.
+    """
+    app = web.Application()
+    market.attach(app)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, market.config.host, market.config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {market.config.host}:{market.config.port} ({error.strerror or error}): "
+                "choose another --port, or stop what uses it"
+            ) from None
+        port = runner.addresses[0][1]
+        url = f"http://127.0.0.1:{port}"
+        market.add_public_url(url)
+        yield url
+    finally:
+        await runner.cleanup()
+
+
+async def serve(config: MarketConfig, *, ready: Callable[[JoinLink], None] = lambda link: None) -> None:
+    """Run a market on its own until SIGTERM or SIGINT. `ready` is told the join link once it listens."""
+    if config.state_dir is None:
+        raise ConfigError("a market on its own needs --state-dir for its keys")
+    keys = SwarmKeys.load_or_create(config.state_dir, now=time.time(), roles=("market",))
+    market = Market(config, root=keys.root_public, keys=lambda: keys.market)
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(market.close)
+        await market.open()
+        url = await stack.enter_async_context(serving(market))
+        stack.enter_context(_signals(stop))
+        ready(JoinLink(config.public_urls[0] if config.public_urls else url, keys.root_public))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(market.run()), group.create_task(_renew(keys))]
+            await stop.wait()
+            log.info("market.stopping")
+            for task in tasks:
+                task.cancel()
+
+
+async def _renew(keys: SwarmKeys) -> None:
+    while True:
+        for role in keys.renew(time.time()):
+            log.info("certificate.renewed", role=role)
+        await asyncio.sleep(RENEWAL_S)
+
+
+class _signals:  # noqa: N801 - reads as a verb in `with`
+    """Set an event at SIGTERM or SIGINT; a second one exits hard."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def handle(number: int, frame: object) -> None:
+            if self._stop.is_set():
+                raise SystemExit(128 + number)
+            loop.call_soon_threadsafe(self._stop.set)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, handle)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

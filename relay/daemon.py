@@ -1,0 +1,206 @@
+"""A stand-alone relay: its keys, its look at the market, its listener, its orderly end.
+
+The market tells which of its keys sign tickets, and lists the relay for others to find; while it does not
+answer, what it said last still counts, and expired tickets an hour longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import random
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from .config import RelayConfig
+from .errors import ConfigError, KvasirError, RemoteProtocolError, Unreachable
+from .identity import (
+    Certificate,
+    PublicKey,
+    SignedDocument,
+    SigningKey,
+    address_of,
+    open_certificate,
+    pre_authentication,
+)
+from .links import JoinLink, parse_join_link
+from .operator import OperatorKey, load_certificate, load_key
+from .server import Relay
+
+MARKET_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 20
+
+log = structlog.get_logger("relay")
+
+
+class MarketLink:
+    """The market as a stand-alone relay sees it; a `server.MarketView`."""
+
+    def __init__(self, link: JoinLink, http: aiohttp.ClientSession) -> None:
+        if link.root is None:
+            raise ConfigError("name the market with its swarm: --market http://HOST:PORT#SWARM")
+        self.root: PublicKey = link.root
+        self._url = link.url
+        self._http = http
+        self._certificates: dict[PublicKey, Certificate] = {}
+        self._answered = False
+
+    def keys(self) -> Iterable[PublicKey]:
+        """The market's current key, and the one before it while its certificate lasts."""
+        now = time.time()
+        return [key for key, found in self._certificates.items() if found.expires_at > now]
+
+    def reachable(self) -> bool:
+        """Whether the market answered when it was asked last."""
+        return self._answered
+
+    async def look(self) -> None:
+        """Ask the market who it is. Raises `KvasirError`; what was known before is kept."""
+        self._answered = False
+        listing = await self._ask("GET", "/market/v1/swarm")
+        document = listing.get("certificate")
+        if not isinstance(document, str):
+            raise RemoteProtocolError(f"{self._url} is no market: its answer has no certificate")
+        certificate = open_certificate(
+            SignedDocument.from_bytes(_decode(document)), swarm=self.root, now=time.time(), role="market"
+        )
+        self._certificates[certificate.ed25519] = certificate
+        for key in sorted(self._certificates, key=lambda k: self._certificates[k].serial)[:-2]:
+            del self._certificates[key]
+        self._answered = True
+
+    async def announce(self, url: str, certificate: Certificate, key: SigningKey) -> None:
+        """Have the market list this relay at `url`. Raises `KvasirError`."""
+        body = json.dumps({"url": url}).encode()
+        path = "/market/v1/relays"
+        await self._ask("POST", path, body, self._signed(path, body, certificate, key))
+
+    async def _ask(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> dict[str, object]:
+        timeout = aiohttp.ClientTimeout(total=MARKET_TIMEOUT_S)
+        try:
+            async with self._http.request(
+                method, self._url + path, data=body or None, headers=headers, timeout=timeout
+            ) as response:
+                data = await response.content.read(MAX_ANSWER_BYTES)
+                if response.status != 200:
+                    raise Unreachable(f"the market {self._url} answered with status {response.status}")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unreachable(f"the market {self._url} does not answer: {error}") from None
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            raise RemoteProtocolError(f"{self._url} is no market: its answer is not JSON") from None
+        if not isinstance(answer, dict):
+            raise RemoteProtocolError(f"{self._url} is no market: its answer is not an object")
+        return answer
+
+    def _signed(self, path: str, body: bytes, certificate: Certificate, key: SigningKey) -> dict[str, str]:
+        """The headers of a signed market request: see docs/protocol.md, section 2."""
+        moment, nonce = str(int(time.time())), _encode(secrets.token_bytes(16))
+        target = urlsplit(self._url).path + path
+        lines = ("POST", target, hashlib.sha256(body).hexdigest(), moment, nonce)
+        signature = key.sign(pre_authentication("http-request", "\n".join(lines).encode()))
+        return {
+            "Content-Type": "application/json",
+            "Kvasir-Key": address_of(key.public),
+            "Kvasir-Time": moment,
+            "Kvasir-Nonce": nonce,
+            "Kvasir-Signature": _encode(signature),
+            "Kvasir-Certificate": _encode(certificate.document.to_bytes()),
+        }
+
+
+async def run(config: RelayConfig, *, stop: asyncio.Event | None = None) -> None:
+    """Serve until `stop` is set or the task is cancelled, then drain. Raises `ConfigError`."""
+    stop = stop or asyncio.Event()
+    if config.state_dir is None:
+        raise ConfigError("a stand-alone relay keeps its keys in a folder: --state-dir DIR")
+    folder = config.state_dir
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        market = MarketLink(parse_join_link(config.market_url), http)
+        key = await asyncio.to_thread(load_key, folder)
+        certificate = await asyncio.to_thread(
+            load_certificate, folder, key, root=market.root, now=time.time()
+        )
+        relay = Relay(config, certificate=certificate, key=key.signing, market=market)
+        app = web.Application()
+        relay.attach(app)
+        app.router.add_get("/health", relay.health)
+        app.router.add_get("/metrics", relay.metrics)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        address = await _listen(runner, config)
+        log.info("relay.listening", address=address, relay=address_of(key.signing.public))
+        await _follow(relay, market, key, config, stop)
+        await relay.drain()
+
+
+async def _listen(runner: web.AppRunner, config: RelayConfig) -> str:
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}: "
+            "choose another port with --port"
+        ) from None
+    host, port = runner.addresses[0][:2]
+    return f"{host}:{port}"
+
+
+async def _follow(
+    relay: Relay, market: MarketLink, key: OperatorKey, config: RelayConfig, stop: asyncio.Event
+) -> None:
+    """Look at the market and at the certificate on disk, again and again, until `stop`."""
+    rng = random.SystemRandom()
+    while not stop.is_set():
+        try:
+            await market.look()
+            if config.public_url:
+                await market.announce(config.public_url, relay.certificate, key.signing)
+        except KvasirError as error:
+            log.warning("market.unreachable", market=config.market_url, reason=str(error))
+        await _take_newer_certificate(relay, market.root, key, config)
+        pause = config.market_poll_s * rng.uniform(0.9, 1.1)
+        try:
+            async with asyncio.timeout(pause):
+                await stop.wait()
+        except TimeoutError:
+            continue
+
+
+async def _take_newer_certificate(
+    relay: Relay, root: PublicKey, key: OperatorKey, config: RelayConfig
+) -> None:
+    assert config.state_dir is not None
+    try:
+        found = await asyncio.to_thread(load_certificate, config.state_dir, key, root=root, now=time.time())
+    except KvasirError as error:
+        log.warning("certificate.unusable", reason=str(error))
+        return
+    if found.serial > relay.certificate.serial:
+        relay.renew(found, key.signing)
+        log.info("certificate.renewed", serial=found.serial, expires_at=found.expires_at)
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except ValueError:
+        raise RemoteProtocolError("the market's certificate is not URL-safe base64") from None

@@ -1,0 +1,114 @@
+"""Child processes with an owner: started with their output in a file, and gone when their owner goes.
+
+Cross-platform. Each child has a process group of its own, so that Ctrl-C reaches only the script, which
+then stops its children in order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """Something did not work; the message says what, for a person."""
+
+
+class Children:
+    """Context manager of child processes: on leaving it, for whatever reason, all are stopped."""
+
+    def __init__(self, folder: Path, *, grace_s: float = 10.0) -> None:
+        self._folder = folder
+        self._grace_s = grace_s
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Children:
+        def leave(number: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), leave)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_all()
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
+        """Start `command`, its output in `NAME.log`."""
+        flags = subprocess.CREATE_NEW_PROCESS_GROUP if sys.platform == "win32" else 0
+        with self.log(name).open("ab") as out:
+            self._children[name] = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment),
+                creationflags=flags,
+                start_new_session=os.name != "nt",
+            )
+
+    def log(self, name: str) -> Path:
+        """Where that child's output is."""
+        return self._folder / f"{name}.log"
+
+    def check(self) -> None:
+        """Raise `Failed`, with the end of its log, if a child has ended by itself."""
+        for name, child in self._children.items():
+            status = child.poll()
+            if status is not None:
+                raise Failed(f"{name} ended with status {status}:\n{self.tail(name)}")
+
+    def tail(self, name: str, lines: int = 15) -> str:
+        """The last lines of a child's log."""
+        text = self.log(name).read_text(encoding="utf-8", errors="replace")
+        return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+
+    def wait_for(self, what: str, probe: Callable[[], T | None], *, timeout: float, pause: float = 0.1) -> T:
+        """The first value of `probe()` that is not None. Raises `Failed` naming `what` after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.check()
+            value = probe()
+            if value is not None:
+                return value
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{name}.log" for name in self._children)
+                raise Failed(f"{what}: not within {timeout:.0f} s. See {names} in {self._folder}")
+            time.sleep(pause)
+
+    def stop_all(self) -> None:
+        """Ask all to stop, the last started first; end those that do not within the grace time."""
+        living = [child for child in reversed(self._children.values()) if child.poll() is None]
+        for child in living:
+            _ask_to_stop(child)
+        deadline = time.monotonic() + self._grace_s
+        for child in living:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _end(child)
+        self._children.clear()
+
+
+def _ask_to_stop(child: subprocess.Popen[bytes]) -> None:
+    if sys.platform == "win32":
+        child.send_signal(signal.CTRL_BREAK_EVENT)
+    else:
+        child.terminate()
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait(10)

@@ -1,0 +1,99 @@
+"""Tiny random checkpoints of many architectures, saved by transformers itself."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+_LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 48, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    "qwen2_moe": {"num_experts": 16, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 8},
+    "minimax_m2": {"num_local_experts": 32, "num_experts_per_tok": 8, "rotary_dim": 16},
+    "glm4_moe": {"n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 2},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "layer_types": ["full_attention"] * 3, "sliding_window": None,
+    },
+    "hunyuan_v1_moe": {"num_experts": 16, "moe_topk": 2},
+    "deepseek_v3": {
+        "head_dim": 8, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+    },
+    "gpt_oss": {
+        "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3_next": {
+        "num_experts": 16, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 32, **_LINEAR,
+    },
+    "qwen3_5_moe_text": {
+        "num_experts": 16, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 32, **_LINEAR,
+    },
+}  # fmt: skip
+"""Model type -> what its configuration has beside `_COMMON`."""
+
+
+@functools.lru_cache(maxsize=1)
+def _quiet() -> None:
+    logging: Any = transformers_logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def make_tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A random model of that type, wide enough that its logits differ clearly."""
+    _quiet()
+    auto: Any = AutoModelForCausalLM
+    generator = torch.Generator().manual_seed(seed)
+    config = AutoConfig.for_model(name, **{**_COMMON, **CONFIGS[name], **overrides})
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.08, generator=generator)
+            elif "bias" in key:
+                parameter.normal_(0, 0.02, generator=generator)
+    return model.to(dtype)
+
+
+def save_tiny(folder: Path, name: str, **arguments: Any) -> Path:
+    """Save `make_tiny(name)` into `folder`, in shards, as transformers stores that architecture."""
+    model = make_tiny(name, **arguments)
+    model.save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+def load_stock(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The whole model as stock transformers loads it, experts by its eager path."""
+    _quiet()
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Change fields of a saved checkpoint's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
