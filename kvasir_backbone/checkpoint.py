@@ -142,6 +142,12 @@ class Checkpoint:
         chunks = tuple(hashlib.sha256(self.read(chunk)).digest() for chunk in plan.window_chunks(window))
         return WindowHashes(PlanId(hashlib.sha256(body).digest()), window, chunks)
 
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close its files."""
         self.shards.close()

@@ -44,6 +44,8 @@ class BackboneConfig:
     """Most bytes of experts kept in memory for fallback and audits."""
     weights_transfers: int = 32
     """Weight ranges served at once; more are answered 429."""
+    failover_s: float = 0.25
+    """A call to a node is never given up before this many seconds; then max(4 x its p95, this)."""
     demand_s: float = 5.0
     """How often the market is told which windows are asked for, in seconds."""
     drain_s: float = 20.0
@@ -60,7 +62,14 @@ class BackboneConfig:
             raise ConfigError(f"--fallback {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
         if self.kv_bytes is not None and self.kv_bytes <= 0:
             raise ConfigError("--kv-bytes must be positive, such as 512MB")
-        for name in ("window_bytes", "expert_cache_bytes", "weights_transfers", "demand_s", "drain_s"):
+        for name in (
+            "window_bytes",
+            "expert_cache_bytes",
+            "weights_transfers",
+            "failover_s",
+            "demand_s",
+            "drain_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive")
         for url in self.public_urls:

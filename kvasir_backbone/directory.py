@@ -120,6 +120,10 @@ class Directory:
             holding.device for holding in self._holdings.values() if holding.assignment.state != "HELD"
         )
 
+    def holders(self) -> frozenset[PublicKey]:
+        """Devices with any claim."""
+        return frozenset(holding.device for holding in self._holdings.values())
+
     def of(self, device: PublicKey) -> tuple[Holding, ...]:
         """A device's claims, in the order of their references."""
         found = (holding for holding in self._holdings.values() if holding.device == device)

@@ -35,7 +35,7 @@ from relay.identity import PublicKey, address_of
 from .audit import NormBand, Sample, limit_of, unfinite_rows
 from .credit import CreditBook, carried
 from .flight import Flight, Instruction, Owner, RunFallback, Send, Trip, WorkerCall
-from .pace import HedgeBudget
+from .pace import MIN_FAILOVER_S, HedgeBudget
 from .roster import Replica, Roster
 from .seam import DispatchFailed, RowKey
 
@@ -154,6 +154,7 @@ class SwarmDispatcher:
         band: NormBand,
         reference: LocalSource | None,
         fallback: bool,
+        min_failover_s: float = MIN_FAILOVER_S,
         auditor: Auditor | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -166,6 +167,7 @@ class SwarmDispatcher:
         self._band = band
         self._reference = reference
         self._fallback = fallback and reference is not None
+        self._min_failover_s = min_failover_s
         self._auditor = auditor
         self._rng = rng or random.Random()
         self._clock = clock
@@ -212,6 +214,7 @@ class SwarmDispatcher:
             rng=self._rng,
             fallback=self._fallback,
             deadline=deadline,
+            min_failover_s=self._min_failover_s,
         )
         with self._book.lock:
             self.stats.dispatches += 1

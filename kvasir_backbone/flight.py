@@ -26,11 +26,15 @@ from typing import Final
 
 from relay.identity import PublicKey
 
-from .pace import Breaker, HedgeBudget, Pace
+from .pace import MIN_FAILOVER_S, Breaker, HedgeBudget, Pace
 from .roster import Replica, Roster
 
 NEAR_BEST: Final = 1.25
 """Replicas whose expected finish is within this factor of the best share the calls at random."""
+
+FALLBACK_PATIENCE: Final = 3.0
+"""Where only the fallback could take over, a call is given up after this times the shortest failover time:
+our own disk and processor are the scarcer."""
 
 RETRY_S: Final = 0.25
 """Where there are no bytes to fall back on, a part that every owner failed is tried again after this."""
@@ -182,6 +186,7 @@ class Flight:
         rng: random.Random,
         fallback: bool,
         deadline: float,
+        min_failover_s: float = MIN_FAILOVER_S,
     ) -> None:
         self.layer = layer
         self.parts = split(roster.windows.owners(layer), ids)
@@ -198,6 +203,7 @@ class Flight:
         self._next_call = next_call
         self._rng = rng
         self._fallback = fallback
+        self._min_failover_s = min_failover_s
         self._attempts: dict[int, _Attempt] = {}
         self._tried: dict[int, set[PublicKey]] = {index: set() for index in range(len(self.parts))}
         self._retry_at: dict[int, float] = {}
@@ -328,7 +334,7 @@ class Flight:
                 call,
                 sent_at=now,
                 hedge_at=float("inf") if hedge else now + pace.p95_s(behind),
-                failover_at=now + pace.failover_s(behind),
+                failover_at=now + pace.failover_s(behind, self._min_failover_s),
                 hedge=hedge,
             )
             pace.begin(outputs)
@@ -372,11 +378,16 @@ class Flight:
     def _fail_over(self, attempt: _Attempt, now: float) -> list[Instruction]:
         """The call missed its time. Without anyone else to ask it may still be answered."""
         waited = now - attempt.sent_at
+        patience = FALLBACK_PATIENCE * self._min_failover_s
+        wanted = [index for index in self._parts_of(attempt) if self._pending(index)]
+        others = any(self._candidates(index, broken=False) for index in wanted)
+        if not others and self._fallback and waited < patience:
+            attempt.failover_at = attempt.sent_at + patience
+            return []
         trip: list[Instruction] = [
             Trip(attempt.call.device, f"no reply within {waited:.2f} s to a call of layer {self.layer}")
         ]
-        wanted = [index for index in self._parts_of(attempt) if self._pending(index)]
-        if not self._fallback and not any(self._candidates(index, broken=False) for index in wanted):
+        if not self._fallback and not others:
             attempt.late = True
             return trip
         return trip + self.got_failure(attempt.call.id, now)

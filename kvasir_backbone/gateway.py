@@ -129,13 +129,22 @@ class Gateway:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._model()]}, headers=id_header(_new_id()))
+        request_id = _new_id()
+        try:
+            body = {"object": "list", "data": [self._model()]}
+        except KvasirError as error:  # the model is still loading
+            return error_response(as_api_error(error), request_id)
+        return web.json_response(body, headers=id_header(request_id))
 
     async def _show_model(self, request: web.Request) -> web.Response:
+        request_id = _new_id()
         name = request.match_info["model"]
-        if name != self.config.model:
-            return error_response(self._unknown_model(name), _new_id())
-        return web.json_response(self._model(), headers=id_header(_new_id()))
+        try:
+            if name != self.config.model:
+                raise self._unknown_model(name)
+            return web.json_response(self._model(), headers=id_header(request_id))
+        except KvasirError as error:
+            return error_response(as_api_error(error), request_id)
 
     async def _unknown(self, request: web.Request) -> web.Response:
         methods = {"models": "GET", "chat/completions": "POST", "completions": "POST"}

@@ -47,13 +47,16 @@ class LocalExperts:
         precision: str = "stored",
         execution: Execution | None = None,
     ) -> None:
+        from kvasir_node import kernels
         from kvasir_node.experts import choose_execution
 
         if cache_bytes < 0:
             raise ConfigError("the expert cache cannot be smaller than nothing")
         self.plan = plan
         self.precision = precision
-        self.execution = execution if execution is not None else choose_execution(plan, precision)
+        if execution is None:
+            execution = choose_execution(plan, precision, kernels.load(precision))
+        self.execution = execution
         self.loads = 0
         self._read = read
         self._bound = cache_bytes

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from market.messages import CreditTable, GapsAnswer, credits_of
 from relay.identity import PublicKey, address_of
-from relay.server import Meters
+from relay.meters import Meters
 
 from .engine import EngineStats
 from .swarm import Swarm
@@ -73,6 +73,8 @@ def show_windows(swarm: Swarm, gaps: GapsAnswer | None) -> list[dict[str, Any]]:
                 "scarcity": gap.scarcity,
                 "reason": gap.reason,
             }
+        if replicas and not entry["connected"]:
+            entry["reason"] = "no owner has a session; the market frees the leases when they expire"
         shown.append(entry)
     return shown
 

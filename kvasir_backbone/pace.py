@@ -26,8 +26,8 @@ SMOOTHING: Final = 0.2
 MIN_FAILOVER_S: Final = 0.25
 """No call is given up before this time (design section 10)."""
 
-FIRST_COOLING_S: Final = 1.0
-"""How long a breaker stays open after the first missed deadline; it doubles with each further one."""
+FIRST_COOLING_S: Final = 0.1
+"""How long after the first missed deadline a breaker is tried again; it doubles with each further one."""
 
 LONGEST_COOLING_S: Final = 30.0
 """Bound of that doubling."""
@@ -91,9 +91,9 @@ class Pace:
             return max(2 * bucket.mean_s, bucket.p95()) * factor
         return bucket.p95() * factor
 
-    def failover_s(self, outputs: int) -> float:
+    def failover_s(self, outputs: int, floor_s: float = MIN_FAILOVER_S) -> float:
         """After this many seconds a call counts as failed: max(4 x p95, 250 ms)."""
-        return max(4 * self.p95_s(outputs), MIN_FAILOVER_S)
+        return max(4 * self.p95_s(outputs), floor_s)
 
     def _nearest(self, outputs: int) -> tuple[_Bucket, float] | None:
         """The bucket whose calls are most alike, and the factor to scale its latency by (1 or more).

@@ -221,7 +221,8 @@ def prove(
                 )
     generator = torch.Generator().manual_seed(recipe.layer)
     rows = torch.randn(4, made["up"].shape[1], generator=generator)
-    expected = module_output(module, runtime, rows)
+    with torch.no_grad():
+        expected = module_output(module, runtime, rows)
     worst = float(residual(run_expert(loaded, recipe.formula, rows), expected).max())
     if not worst <= PROOF_LIMIT:
         raise ConfigError(

@@ -119,6 +119,12 @@ class Shards:
                 digest.update(self.read(ByteRange(number, start, min(start + 4096, file.size))))
         return "local-" + digest.hexdigest()[:40]
 
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close every file; reads afterwards fail."""
         for handle in self._handles:

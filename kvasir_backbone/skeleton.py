@@ -7,6 +7,7 @@ experts, and an architecture whose experts do not go through the interface.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import dataclass
@@ -79,10 +80,17 @@ def build_skeleton(path: Path) -> Skeleton:
     auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            own = copy.deepcopy(config)  # from_config writes the dtype into what it is given
+            model = auto.from_config(own, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         raise ConfigError(
-            f"{config.model_type}: transformers has no causal language model of this type ({error})"
+            f"{config.model_type}: transformers has no causal language model of this type, so Kvasir cannot "
+            f"serve it ({str(error).splitlines()[0]:.200})"
+        ) from None
+    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"{config.model_type}: transformers cannot build this model, so Kvasir cannot serve it "
+            f"({type(error).__name__}: {str(error):.200})"
         ) from None
     experts = find_experts(model)
     if not experts:
@@ -166,11 +174,12 @@ def _quantizer(config: Any, model: Any) -> Any:
 
     try:
         quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer.quantization_config.dequantize = True
+        quantizer.validate_environment(dtype=torch.float32, device_map=None, weights_only=True)
     except ImportError as error:
         raise ConfigError(
             f"reading a checkpoint quantised with {method!r} needs one more package: {error}"
         ) from None
-    quantizer.quantization_config.dequantize = True
     quantizer.preprocess_model(
         model=model,
         dtype=torch.float32,

@@ -46,6 +46,7 @@ from .credit import CreditBook
 from .directory import Difference, Directory, Holding
 from .dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from .links import DeviceLink
+from .pace import MIN_FAILOVER_S
 from .proving import Prover
 from .roster import Replica, Roster
 
@@ -73,6 +74,8 @@ class SwarmConfig:
     """The receipt store's file."""
     fallback: bool = True
     """Whether windows without an owner are computed here."""
+    failover_s: float = MIN_FAILOVER_S
+    """No call is given up before this time."""
     demand_s: float = 5.0
     """How often demand is reported to the market."""
     drain_s: float = 5.0
@@ -132,6 +135,7 @@ class Swarm:
             band=self.band,
             reference=references,
             fallback=config.fallback,
+            min_failover_s=config.failover_s,
             auditor=self.auditor,
             rng=rng,
         )

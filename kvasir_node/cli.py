@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
@@ -213,38 +213,34 @@ async def _serve(config: NodeConfig, passphrase: bytes | None, *, live: bool) ->
 
     status = NodeStatus(name=config.name)
     stop = asyncio.Event()
-    with _stopping(stop):
-        shown = asyncio.create_task(show(status, Console(stderr=True))) if live else None
-        try:
-            await run(config, stop=stop, status=status, passphrase=passphrase)
-        finally:
-            if shown is not None:
-                shown.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await shown
+    _stop_on_signals(stop)
+    shown = asyncio.create_task(show(status, Console(stderr=True))) if live else None
+    try:
+        await run(config, stop=stop, status=status, passphrase=passphrase)
+    finally:
+        if shown is not None:
+            shown.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await shown
 
 
-@contextlib.contextmanager
-def _stopping(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set `stop`; a second one ends the process at once."""
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGINT and SIGTERM set `stop`; a second one, or one while the process ends, ends it at once.
+
+    The handlers stay: serving is the last thing that this process does.
+    """
     loop = asyncio.get_running_loop()
-
     stopped: list[int] = []
 
     def handle(number: int, frame: object = None) -> None:
-        if stopped or stop.is_set():
+        if stopped or stop.is_set() or loop.is_closed():
             os._exit(128 + number)
         stopped.append(number)
         loop.call_soon_threadsafe(stop.set)
 
-    names = ("SIGINT", "SIGTERM", "SIGBREAK")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), handle)
 
 
 # --- wallet ------------------------------------------------------------------------------------------

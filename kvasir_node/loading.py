@@ -6,8 +6,9 @@ Knows the steps. Fetching is `weights`, tensors are `experts`, leases are the da
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random
@@ -25,6 +26,8 @@ from market.requests import sign_request
 from relay.errors import KvasirError, Refused, Unreachable
 from relay.identity import SigningKey
 
+from . import kernels
+from . import kernels
 from .cache import WeightCache, WindowBytes
 from .config import NodeConfig, format_size
 from .execution import choose_execution, numerics_class
@@ -112,7 +115,9 @@ class Loader:
             loop = asyncio.get_running_loop()
 
             def build() -> WindowExperts:
-                return WindowExperts.load(plan, lease.window, lease.precision, data.read, execution=execution)
+                window, precision = lease.window, lease.precision
+                with _memory_refused():
+                    return WindowExperts.load(plan, window, precision, data.read, execution=execution)
 
             experts = await loop.run_in_executor(self._compute, build)
         except BaseException:
@@ -126,7 +131,7 @@ class Loader:
             plan = await self.plan(plan_id)
 
             def check() -> tuple[Execution, str]:
-                execution = choose_execution(plan, precision)
+                execution = choose_execution(plan, precision, kernels.load(precision))
                 return execution, numerics_class(plan, precision, execution)
 
             loop = asyncio.get_running_loop()
@@ -202,6 +207,19 @@ class Loader:
 
     def _sign(self, method: str, url: URL) -> dict[str, str]:
         return sign_request(self._key, method, url.raw_path_qs, now=time.time())
+
+
+@contextlib.contextmanager
+def _memory_refused() -> Iterator[None]:
+    """The system's or torch's refusal of memory as `MemoryShort`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        raise MemoryShort(
+            "the system refused the memory: close something, or give a smaller --budget"
+        ) from error
 
 
 def check_memory(need: int, *, free: Callable[[], int] | None = None) -> None:

@@ -59,6 +59,9 @@ from .wire import Hash, LeaseId, from_json, to_json
 PREFIX: Final = "/market/v1"
 SMALL_ANSWER: Final = 4 * 1024 * 1024
 LARGE_ANSWER: Final = 128 * 1024 * 1024
+OFF_LOOP_BYTES: Final = 256 * 1024
+"""Answers above this are parsed off the event loop."""
+
 WATCH_SILENCE_S: Final = 30.0
 """The market writes to a watch every 10 s; a silent one is dead."""
 
@@ -301,7 +304,11 @@ class MarketClient:
     async def assignments(self, plan: PlanId) -> m.Snapshot:
         """All leases of a plan that have not ended, claims and grants verified."""
         snapshot = await self._get(f"/plans/{plan.hex()}/assignments", m.SnapshotListing, limit=LARGE_ANSWER)
-        leases = [await self._assignment(listing) for listing in snapshot.leases]
+        leases = []
+        for number, listing in enumerate(snapshot.leases):
+            if number % 16 == 15:
+                await asyncio.sleep(0)  # thousands of signatures take a while: let others run
+            leases.append(await self._assignment(listing))
         return m.Snapshot(snapshot.revision, tuple(leases))
 
     async def watch(self, plan: PlanId, since: int) -> AsyncIterator[m.Change]:
@@ -445,6 +452,8 @@ class MarketClient:
             raise Unreachable(f"the market at {self.url} cannot be reached: {error}") from None
         if status != 200:
             raise _refusal(data, status)
+        if len(data) > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(lambda: from_json(answer, _parse(data)))
         return from_json(answer, _parse(data))
 
     def _open(

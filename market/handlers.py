@@ -18,7 +18,14 @@ import structlog
 from aiohttp import web
 
 from relay.errors import ConfigError, IdentityError, Refused, RemoteProtocolError
-from relay.identity import PROTOCOL_VERSION, PublicKey, SignedDocument, open_certificate, parse_address
+from relay.identity import (
+    PROTOCOL_VERSION,
+    PublicKey,
+    SignedDocument,
+    address_of,
+    open_certificate,
+    parse_address,
+)
 from relay.tickets import issue_ticket
 
 from . import admission, banking, following, leasing, overview, publishing
@@ -167,7 +174,12 @@ class Handlers:
         stored, now = await self.store.write(take, author=call.signed_by)
         grant = admission.check_grant(stored, call.body, call.signed_by, root=self.root, now=now)
         answer = await self.store.write(lambda session: admission.store_grant(session, grant))
-        log.info("wallet.granted", wallet=grant.wallet, device=grant.device, outcome="granted")
+        log.info(
+            "wallet.granted",
+            wallet=address_of(grant.wallet),
+            device=address_of(grant.device),
+            outcome="granted",
+        )
         return answer
 
     # --- leases
@@ -182,10 +194,14 @@ class Handlers:
 
     async def claim(self, call: Call) -> m.LeaseGrant:
         """POST /claims."""
-        desk = self.desk()
-        return cast(
-            m.LeaseGrant, await self._as_device(call, lambda s, d: leasing.claim(s, desk, d, call.body))
-        )
+        desk, wanted = self.desk(), call.body
+        try:
+            lease = await self._as_device(call, lambda s, d: leasing.claim(s, desk, d, wanted))
+        except Refused as error:
+            device = address_of(call.signed_by.key)
+            log.info("claim.refused", device=device, window=wanted.window.name, outcome=error.code)
+            raise
+        return cast(m.LeaseGrant, lease)
 
     async def heartbeat(self, call: Call) -> m.HeartbeatAnswer:
         """POST /heartbeat."""
@@ -280,7 +296,7 @@ class Handlers:
             return published
 
         plan_id = await self.store.write(work, author=author)
-        log.info("plan.published", plan=plan_id, model=plan.model, windows=len(plan.windows))
+        log.info("plan.published", plan=plan_id.hex(), model=plan.model, windows=len(plan.windows))
         return m.PlanAnswer(plan_id)
 
     async def hashes(self, call: Call) -> m.Published:

@@ -50,6 +50,9 @@ STATUS: Final = {
 OFF_LOOP_BYTES: Final = 256 * 1024
 """Bodies above this are hashed and parsed off the event loop."""
 
+_LARGE: Final = (m.SnapshotListing, m.NodesAnswer, m.GapsAnswer, m.CreditTable, m.Published)
+"""Answers that may be large: turned into JSON off the event loop."""
+
 ALIVE: Final = "alive"
 BODY_TIMEOUT_S: Final = 60.0
 RENEWAL_S: Final = 3600.0
@@ -109,7 +112,7 @@ class Market:
         for route in ROUTES:
             app.router.add_route(route.method, PREFIX + route.path, self._handler(route))
         app.router.add_get(f"{PREFIX}/openapi.json", self._openapi)
-        app.router.add_get(f"{PREFIX}/metrics", self._metrics)
+        app.router.add_get(f"{PREFIX}/metrics", self.metrics_answer)
         app.router.add_route("*", PREFIX + "/{tail:.*}", self._unknown)
         app.on_shutdown.append(self._shutdown)
 
@@ -170,6 +173,8 @@ class Market:
                 answer = await serve_call(await self._admit(route, request))
                 if isinstance(answer, web.StreamResponse):
                     return answer
+                if isinstance(answer, _LARGE):
+                    return await asyncio.to_thread(lambda: _respond(to_json(answer)))
                 return _respond(to_json(answer))
             except KvasirError as error:
                 outcome = error.code
@@ -230,7 +235,12 @@ class Market:
         message = f"the market has no {request.method} {request.path}: see {PREFIX}/openapi.json"
         return _refuse(Refused("not_found", message), request)
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def health_answer(self, request: web.Request) -> web.StreamResponse:
+        """Serves /health of a market on its own: the same as `/market/v1/health`."""
+        return await self._handler(next(route for route in ROUTES if route.name == "health"))(request)
+
+    async def metrics_answer(self, request: web.Request) -> web.Response:
+        """Serves the market's figures in Prometheus' text format."""
         return web.Response(text=await self.metrics(), content_type="text/plain")
 
     async def metrics(self) -> str:
@@ -313,7 +323,9 @@ async def serving(market: Market) -> AsyncIterator[str]:
     """
     app = web.Application()
     market.attach(app)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
+    app.router.add_get("/health", market.health_answer)
+    app.router.add_get("/metrics", market.metrics_answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, lingering_time=1.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, market.config.host, market.config.port)

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 import alembic.command
 import alembic.config
-from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 
@@ -83,7 +83,10 @@ class Store:
         self._clock = clock
         self._writers = ThreadPoolExecutor(1 if self._sqlite else 8, "market-write")
         self._readers = ThreadPoolExecutor(2 if self._sqlite else 8, "market-read")
-        self._reading = self._engine.execution_options(kvasir_read=True)
+        reading: dict[str, Any] = {"kvasir_read": True}
+        if not self._sqlite:  # SQLite's readers see one state anyway
+            reading["isolation_level"] = "REPEATABLE READ"
+        self._reading = self._engine.execution_options(**reading)
         self.on_commit: Callable[[set[bytes]], None] = lambda touched: None
         """Called on the event loop after each commit that touched plans."""
 
@@ -190,8 +193,3 @@ def _make_sqlite(url: str, path: str | None) -> Engine:
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
 
     return engine
-
-
-def now_text() -> Any:
-    """A cheap statement that proves the database answers."""
-    return text("SELECT 1")

@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-import aiohttp
-
-from .channel import Inbox, Path, SendWindow
+from .channel import Inbox, Packet, Path, SendWindow
 from .config import TransportConfig
 from .errors import KvasirError, Unreachable
 from .frames import HEADER, FrameType, cost, encode, encode_u32
 from .identity import PublicKey, SignedDocument
 from .messages import Close, GoAway, Welcome
-
-LOST: Final = (aiohttp.ClientError, OSError, TimeoutError)
-"""What a socket raises when its connection is gone."""
+from .websocket import Buffer
+from .wire import WebSocket
 
 _DATA: Final = int(FrameType.DATA)
 
@@ -33,6 +30,7 @@ class RelayChannel:
         self.peer = peer
         self.id = id
         self._link = link
+        self._header = HEADER.pack(_DATA, id)
         self._inbox = Inbox()
         self._window = SendWindow(link.window_bytes)
         self._granted = link.window_bytes  # what the peer may still send
@@ -43,39 +41,46 @@ class RelayChannel:
         """See `Channel.reserve`."""
         await self._window.wait(size, self._link.config.send_timeout_s)
 
-    async def write(self, packet: bytes) -> None:
+    async def write(self, packet: Buffer) -> None:
         """See `Channel.write`."""
         self._window.take(len(packet))
-        await self._link.write(HEADER.pack(_DATA, self.id) + packet)
+        socket = self._link.socket
+        socket.write(self._header, packet)
+        if socket.paused:
+            await socket.drain()
 
-    async def send(self, packet: bytes) -> None:
+    async def send(self, packet: Buffer) -> None:
         """See `Channel.send`."""
         await self.reserve(len(packet))
         await self.write(packet)
 
-    async def receive(self) -> bytes:
+    async def receive(self) -> Packet:
         """See `Channel.receive`."""
         if self._consumed >= self._threshold and self._inbox.end is None:
             amount, self._consumed = self._consumed, 0
             self._granted += amount
-            await self._link.write(encode(FrameType.CREDIT, self.id, encode_u32(amount)))
+            self._link.write(encode(FrameType.CREDIT, self.id, encode_u32(amount)))
         packet = await self._inbox.get()
         self._consumed += cost(len(packet))
         return packet
 
     async def close(self, code: str = "closed", message: str = "") -> None:
         """See `Channel.close`."""
+        self.end(code, message)
+
+    def end(self, code: str, message: str) -> None:
+        """`close`, which has nothing to wait for here."""
         if self._inbox.end is not None:
             return
         self.ended(Unreachable(message or "closed by this side", code=None if code == "closed" else code))
         self._link.forget(self.id)
         outcome = {"closed": "closed", "draining": "drained"}.get(code, "refused")
         try:
-            await self._link.write(encode(FrameType.CLOSE, self.id, Close(code, message, outcome).to_bytes()))
+            self._link.write(encode(FrameType.CLOSE, self.id, Close(code, message, outcome).to_bytes()))
         except Unreachable:
             return
 
-    def arrived(self, packet: bytes) -> bool:
+    def arrived(self, packet: Packet) -> bool:
         """The link has read a packet for this channel; False if its sender went over the window."""
         self._granted -= cost(len(packet))
         if self._granted < 0:
@@ -98,7 +103,7 @@ class Link:
 
     def __init__(
         self,
-        socket: aiohttp.ClientWebSocketResponse,
+        socket: WebSocket,
         welcome: Welcome,
         key: PublicKey,
         ticket: SignedDocument,
@@ -117,12 +122,9 @@ class Link:
         self.ping_id = 0
         self._next_id = 1
 
-    async def write(self, frame: bytes) -> None:
-        """Put a frame on the socket; it is written before the first pause. Raises `Unreachable`."""
-        try:
-            await self.socket.send_bytes(frame)
-        except LOST as error:
-            raise Unreachable(f"the connection to the relay is gone: {error}") from None
+    def write(self, frame: bytes) -> None:
+        """Write a control frame. Raises `Unreachable`."""
+        self.socket.write(frame)
 
     def take_id(self) -> int:
         """The next odd circuit id."""

@@ -12,9 +12,13 @@ from typing import Literal, Protocol
 from .errors import KvasirError, Unreachable
 from .frames import cost
 from .identity import PublicKey
+from .websocket import Buffer
 
 Path = Literal["relay", "direct"]
 """How packets travel: through a relay, or straight to the peer."""
+
+Packet = bytes | memoryview
+"""What arrives: to be read, not kept (a view keeps the whole frame it came in)."""
 
 
 class Channel(Protocol):
@@ -38,13 +42,13 @@ class Channel(Protocol):
         Raises `Unreachable` at the end of the link, and (code "busy") at its deadline.
         """
 
-    async def write(self, packet: bytes) -> None:
+    async def write(self, packet: Buffer) -> None:
         """Write a packet that was reserved. Once called, the packet is on its way, cancelled or not."""
 
-    async def send(self, packet: bytes) -> None:
+    async def send(self, packet: Buffer) -> None:
         """`reserve` and `write`."""
 
-    async def receive(self) -> bytes:
+    async def receive(self) -> Packet:
         """The next packet. Raises `Unreachable` (the message has the reason) when there are no more."""
 
     async def close(self, code: str = "closed", message: str = "") -> None:
@@ -57,7 +61,7 @@ class Inbox:
     __slots__ = ("_end", "_packets", "_waiter")
 
     def __init__(self) -> None:
-        self._packets: deque[bytes] = deque()
+        self._packets: deque[Packet] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._end: KvasirError | None = None
 
@@ -66,7 +70,7 @@ class Inbox:
         """Why no more packets come, once that is so."""
         return self._end
 
-    def put(self, packet: bytes) -> None:
+    def put(self, packet: Packet) -> None:
         """Add a packet; after `finish` it is dropped."""
         if self._end is None:
             self._packets.append(packet)
@@ -78,7 +82,7 @@ class Inbox:
             self._end = error
             self._wake()
 
-    async def get(self) -> bytes:
+    async def get(self) -> Packet:
         """The next packet, waiting for it. Raises `Unreachable` once all are read and no more come."""
         while not self._packets:
             if self._end is not None:

@@ -1,8 +1,8 @@
-"""One peer's WebSocket as the relay sees it: writes that never wait, a bound, and timers.
+"""One peer's WebSocket as the relay sees it: writes that never wait, a bound, fair turns, and timers.
 
-Frames go straight to the transport behind a WebSocket header, so a peer that does not read delays nobody
-else: what it leaves is counted, bounded, and after `write_timeout_s` without progress it is cut off. Knows
-nothing of circuits.
+Frames go straight to the transport, so a peer that does not read delays nobody else: what it leaves is
+counted and bounded, its circuits take turns, and after `write_timeout_s` without progress it is cut off.
+Knows nothing of circuits but their ids.
 """
 
 from __future__ import annotations
@@ -12,36 +12,34 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from aiohttp import web
-
 from .config import RelayConfig
-from .frames import HEADER, FrameType, encode, websocket_header
+from .errors import Unreachable
+from .fairness import FairQueue
+from .frames import HEADER, FrameType, encode
 from .messages import GoAway, RefusedMessage
+from .wire import GOING_AWAY, NORMAL, POLICY, WebSocket
 
-_DATA_HEADER: Final = struct.Struct(">BBHBI")  # WebSocket header for 126..65535 bytes, then the frame's own
-_DATA: Final = int(FrameType.DATA)
-_WS_CLOSE: Final = struct.Struct(">BBH")
+_ID: Final = struct.Struct(">I")
+_CLOSE: Final = int(FrameType.CLOSE)
 
-GOING_AWAY: Final = 1001
-POLICY: Final = 1008
-NORMAL: Final = 1000
+CONTROL_SLACK: Final = 1 << 20
+"""Control frames that a peer may leave unread beyond its bound; then it is cut off."""
 
 
 class Connection:
-    """A prepared WebSocket. `outcome` says why the relay ended it, or is None while it has not."""
+    """A peer's WebSocket. `outcome` says why the relay ended it, or is None while it has not."""
 
-    def __init__(
-        self, socket: web.WebSocketResponse, transport: asyncio.Transport, address: str, config: RelayConfig
-    ) -> None:
+    def __init__(self, socket: WebSocket, address: str, config: RelayConfig) -> None:
         self.socket = socket
-        self.transport = transport
         self.address = address
         self.outcome: str | None = None
         self.bound = config.device_outstanding_bytes
         self.ticket_expires_at = 0
         self.rtt_s: float | None = None
+        self._transport = socket.transport
         self._config = config
         self._loop = asyncio.get_running_loop()
+        self._fair = FairQueue()
         self._written = 0
         self._stall: asyncio.TimerHandle | None = None
         self._tick: asyncio.TimerHandle | None = None
@@ -52,43 +50,67 @@ class Connection:
 
     @property
     def outstanding(self) -> int:
-        """Bytes written here that the operating system has not taken yet."""
-        return self.transport.get_write_buffer_size()
+        """Bytes that wait here for the peer's link to take them."""
+        return self._transport.get_write_buffer_size() + self._fair.bytes
 
     def write(self, frame: bytes) -> None:
-        """Write a control frame; a connection that is closing drops it."""
-        if self.outcome is None and not self.transport.is_closing():
-            header = websocket_header(len(frame))
-            self._written += len(header) + len(frame)
-            self.transport.write(header + frame)
+        """Write a control frame; a connection that is over drops it.
+
+        It goes before DATA that waits, except that a CLOSE stays behind its own circuit's.
+        """
+        if self.outcome is not None or self.socket.end is not None:
+            return
+        if self.outstanding > self.bound + CONTROL_SLACK:
+            self.abort("timeout")
+            return
+        self._written += len(frame)
+        if self._fair and frame[0] == _CLOSE:
+            circuit: int = _ID.unpack_from(frame, 1)[0]
+            if circuit in self._fair:
+                self._fair.put(circuit, frame)
+                return
+        self.socket.write(frame)
+        if self._stall is None:
             self._watch()
 
-    def forward(self, id: int, frame: bytes) -> bool:
-        """Write a peer's DATA frame for circuit `id` here; False, and nothing written, if it is too much."""
-        transport = self.transport
-        if self.outcome is not None or transport.is_closing():
+    def forward(self, id: int, frame: bytearray) -> bool:
+        """Write a peer's DATA frame for circuit `id` here; False, and nothing written, if it is too much.
+
+        The frame is changed (it gets this side's id) and must not be used again.
+        """
+        socket, fair = self.socket, self._fair
+        if self.outcome is not None or socket.end is not None:
             return True  # its circuits are about to end, and their peers to be told
         size = len(frame)
-        if transport.get_write_buffer_size() + size > self.bound:
+        waiting = self._transport.get_write_buffer_size()
+        if waiting + fair.bytes + size - HEADER.size > self.bound:
             return False
-        if 126 <= size < 65_536:
-            header = _DATA_HEADER.pack(0x82, 126, size, _DATA, id)
+        _ID.pack_into(frame, 1, id)
+        self._written += size
+        if fair or socket.paused:
+            fair.put(id, frame)
         else:
-            header = websocket_header(size) + HEADER.pack(_DATA, id)
-        self._written += len(header) + size - HEADER.size
-        transport.writelines((header, memoryview(frame)[HEADER.size :]))
-        if self._stall is None:
+            socket.write(frame)
+        if self._stall is None and (waiting or socket.paused):
             self._watch()
         return True
 
+    def on_writable(self) -> None:
+        """The link has room: the circuits that wait take their turns."""
+        fair, socket = self._fair, self.socket
+        while fair and not socket.paused and socket.end is None:
+            socket.write(fair.take())
+
     def _watch(self) -> None:
-        if self._stall is None and self.transport.get_write_buffer_size():
-            taken = self._written - self.transport.get_write_buffer_size()
-            self._stall = self._loop.call_later(self._config.write_timeout_s, self._check_stall, taken)
+        left = self.outstanding
+        if self._stall is None and left:
+            self._stall = self._loop.call_later(
+                self._config.write_timeout_s, self._check_stall, self._written - left
+            )
 
     def _check_stall(self, taken_before: int) -> None:
         self._stall = None
-        left = self.transport.get_write_buffer_size()
+        left = self.outstanding
         if left and self._written - left <= taken_before:
             self.abort("timeout")
         else:
@@ -108,8 +130,8 @@ class Connection:
                 return
             self._ping_id += 1
             self._pinged_at = self._loop.time()
-            self.write(encode(FrameType.PING, 0, self._ping_id.to_bytes(8, "big")))
             self._tick = self._loop.call_later(self._config.pong_timeout_s, check)
+            self.write(encode(FrameType.PING, 0, self._ping_id.to_bytes(8, "big")))
 
         def check() -> None:
             if self._pinged_at is not None:
@@ -142,26 +164,25 @@ class Connection:
         self._close(GOING_AWAY if outcome == "drained" else NORMAL, outcome)
 
     def abort(self, outcome: str) -> None:
-        """Cut the connection off: whatever is still in its buffer is dropped."""
+        """Cut the connection off: whatever waits for it is dropped."""
         if self.outcome is None:
             self.outcome = outcome
-        self.stop_timers()
-        self.transport.abort()
+        self.stop()
+        self.socket.abort(Unreachable(f"cut off ({outcome})"))
 
-    def stop_timers(self) -> None:
-        """The connection is over; nothing of it runs any more."""
+    def stop(self) -> None:
+        """The connection is over; nothing of it runs or waits any more."""
         for timer in (self._stall, self._tick):
             if timer is not None:
                 timer.cancel()
         self._stall = self._tick = None
+        self._fair.clear()
 
     def _close(self, status: int, outcome: str) -> None:
         if self.outcome is not None:
             return
         self.outcome = outcome
-        self.stop_timers()
-        if not self.transport.is_closing():
-            self.transport.write(_WS_CLOSE.pack(0x88, 2, status))
-            self.transport.close()
-            # A peer that does not read would keep a closing transport for ever.
-            self._loop.call_later(self._config.write_timeout_s, self.transport.abort)
+        while self._fair and self.socket.end is None:  # the transport has a second or two to write them
+            self.socket.write(self._fair.take())
+        self.stop()
+        self.socket.close(status)

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 import structlog
-from aiohttp import WSMsgType, web
+from aiohttp import web
 
-from .channel import Channel, Path
+from .channel import Channel, Packet, Path
 from .circuit import Admission, Rules
 from .errors import ConfigError, KvasirError, Refused, Unreachable
 from .frames import MAX_PACKET
 from .identity import PublicKey
+from .websocket import Buffer
+from .wire import NORMAL, POLICY, WebSocket, accept, dial
 
 SESSION_PATH: Final = "/session/v1"
 HEARTBEAT_S: Final = 15.0
 """Pause between WebSocket pings; the answer must come within half of it."""
 
-CLOSE_S: Final = 2.0
-_LOST: Final = (aiohttp.ClientError, OSError, RuntimeError)  # RuntimeError: the socket is closed already
+SEND_TIMEOUT_S: Final = 10.0
+"""How long a sender waits for a peer that does not read."""
 
 log = structlog.get_logger("relay")
 
@@ -37,57 +39,68 @@ class DirectChannel:
 
     path: Path = "direct"
 
-    def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse | web.WebSocketResponse, peer: PublicKey
-    ) -> None:
+    def __init__(self, socket: WebSocket, peer: PublicKey) -> None:
         self.peer = peer
-        self._socket: Any = socket  # both sides' sockets have the few methods used here
-        self._end: Unreachable | None = None
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._answered = True
+        socket.watch_pongs(self._pong)
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
 
     async def reserve(self, size: int) -> None:
-        """See `Channel.reserve`: TCP holds the writer back in `write`."""
-        if self._end is not None:
-            raise self._end
+        """See `Channel.reserve`. TCP bounds what is outstanding; a peer that does not read is `busy`."""
+        socket = self._socket
+        if socket.paused and socket.end is None:
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await socket.drain()
+            except TimeoutError:
+                raise Unreachable(f"the peer has not read for {SEND_TIMEOUT_S:g} s", code="busy") from None
+        if socket.end is not None:
+            raise Unreachable(str(socket.end), code=socket.end.code)
 
-    async def write(self, packet: bytes) -> None:
+    async def write(self, packet: Buffer) -> None:
         """See `Channel.write`."""
-        try:
-            await self._socket.send_bytes(packet)
-        except _LOST as error:
-            raise self._lost(f"the direct link is gone: {error}") from None
+        self._socket.write(packet)
 
-    async def send(self, packet: bytes) -> None:
+    async def send(self, packet: Buffer) -> None:
         """See `Channel.send`."""
         await self.reserve(len(packet))
         await self.write(packet)
 
-    async def receive(self) -> bytes:
+    async def receive(self) -> Packet:
         """See `Channel.receive`."""
-        if self._end is not None:
-            raise self._end
         try:
-            message = await self._socket.receive()
-        except _LOST as error:
-            raise self._lost(f"the direct link is gone: {error}") from None
-        if message.type is WSMsgType.BINARY and message.data:
-            packet: bytes = message.data
-            return packet
-        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
-            raise self._lost("the peer closed the direct link")
-        await self.close("bad_request")
-        raise self._lost("the direct link broke: something else than a packet came")
+            packet = await self._socket.receive()
+        except KvasirError as error:
+            self._timer.cancel()
+            raise Unreachable(f"the direct link ended: {error}", code=error.code) from None
+        if not packet:
+            await self.close("bad_request")
+            raise Unreachable("the direct link broke: something else than a packet came")
+        return memoryview(packet)
 
     async def close(self, code: str = "closed", message: str = "") -> None:
         """See `Channel.close`. The reason travels as a WebSocket close code and text (RFC 6455)."""
-        if self._end is None:
-            self._lost(message or "closed by this side")
-        status = aiohttp.WSCloseCode.OK if code == "closed" else aiohttp.WSCloseCode.POLICY_VIOLATION
-        await self._socket.close(code=status, message=code.encode())
+        self._timer.cancel()
+        if self._socket.end is None:
+            self._socket.close(NORMAL if code == "closed" else POLICY, code.encode())
 
-    def _lost(self, reason: str) -> Unreachable:
-        if self._end is None:
-            self._end = Unreachable(reason)
-        return self._end
+    def _heartbeat(self) -> None:
+        if self._socket.end is not None:
+            return
+        if not self._answered:
+            self._socket.abort(Unreachable("the peer answers no pings"))
+            return
+        self._answered = False
+        self._socket.ping()
+        self._timer = self._loop.call_later(HEARTBEAT_S / 2, self._heartbeat)
+
+    def _pong(self) -> None:
+        if not self._answered:
+            self._answered = True
+            self._timer.cancel()
+            self._timer = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
 
 
 def session_endpoint(url: str) -> str:
@@ -105,18 +118,11 @@ async def connect_direct(
     endpoint = session_endpoint(url)
     try:
         async with asyncio.timeout(timeout):
-            socket = await http.ws_connect(
-                endpoint,
-                max_msg_size=MAX_PACKET + 1,  # aiohttp refuses what reaches its bound
-                compress=0,
-                heartbeat=HEARTBEAT_S,
-                timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
-            )
+            return DirectChannel(await dial(http, endpoint, max_bytes=MAX_PACKET), peer)
     except TimeoutError:
         raise Unreachable(f"{url} did not answer within {timeout:g} s") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise Unreachable(f"cannot reach {url}: {error}") from None
-    return DirectChannel(socket, peer)
+    except Refused as error:
+        raise Unreachable(f"cannot reach {url}: {error}", code=error.code) from None
 
 
 class DirectListener:
@@ -151,12 +157,10 @@ class DirectListener:
         except Refused as error:
             return web.json_response({"error": {"code": error.code, "message": error.message}}, status=429)
         try:
-            socket = web.WebSocketResponse(
-                max_msg_size=MAX_PACKET + 1, compress=False, heartbeat=HEARTBEAT_S, timeout=CLOSE_S
-            )
-            await socket.prepare(request)
+            response, socket = await accept(request, max_bytes=MAX_PACKET)
             await self._serve(DirectChannel(socket, PublicKey(b"")), address)
-            return socket
+            await socket.lost
+            return response
         finally:
             self._admission.leave(address)
 

@@ -1,7 +1,7 @@
 """Relay frames: one WebSocket binary message is one frame, `u8 type | u32 circuit | payload`, big endian.
 
-Knows the framing, the caps and the WebSocket header that a server puts before a frame (RFC 6455 section
-5.2: servers do not mask). What payloads mean is in `messages.py`; who may send what is in `circuit.py`.
+Knows the framing and the caps. WebSocket messages are in `websocket.py`, what payloads mean in `messages.py`,
+who may send what in `circuit.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ MIN_COST: Final = 64
 HEADER: Final = struct.Struct(">BI")
 _U32: Final = struct.Struct(">I")
 _U64: Final = struct.Struct(">Q")
-_WS_SHORT: Final = struct.Struct(">BB")
-_WS_MEDIUM: Final = struct.Struct(">BBH")
-_WS_LONG: Final = struct.Struct(">BBQ")
-_WS_BINARY: Final = 0x82  # final fragment, binary
 
 
 class FrameType(IntEnum):
@@ -77,7 +73,7 @@ def encode(kind: int, circuit: int = 0, payload: bytes | memoryview = b"") -> by
     return HEADER.pack(kind, circuit) + payload
 
 
-def decode(frame: bytes) -> tuple[FrameType, int, memoryview]:
+def decode(frame: bytes | bytearray) -> tuple[FrameType, int, memoryview]:
     """Split one frame into type, circuit and payload (a view, not a copy).
 
     Raises `RemoteProtocolError` for a partial, oversized or unknown frame, or one on the wrong circuit.
@@ -122,12 +118,3 @@ def decode_u64(payload: bytes | memoryview) -> int:
         raise RemoteProtocolError("expected a payload of 8 bytes")
     value: int = _U64.unpack(payload)[0]
     return value
-
-
-def websocket_header(size: int) -> bytes:
-    """The header of an unmasked, unfragmented binary WebSocket message of `size` bytes (RFC 6455)."""
-    if size < 126:
-        return _WS_SHORT.pack(_WS_BINARY, size)
-    if size < 1 << 16:
-        return _WS_MEDIUM.pack(_WS_BINARY, 126, size)
-    return _WS_LONG.pack(_WS_BINARY, 127, size)

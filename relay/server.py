@@ -1,8 +1,9 @@
 """The relay daemon: WebSockets in, the switchboard's instructions out.
 
-Who owns what: aiohttp owns one task a connection, which runs `Relay._serve` to the end; everything else is
-timers of that connection. State is in memory only. The relay sees who talks to whom, when and how much; what
-they say is encrypted end to end, and it holds no key to it.
+Who owns what: aiohttp owns one task a connection, which waits for its end; everything else happens within the
+read of a socket or a timer of that connection, so a frame crosses the relay without a task. State is in
+memory only. The relay sees who talks to whom, when and how much; what they say is encrypted end to end, and
+it holds no key to it.
 
 Routes: `/relay/v1` (WebSocket), `/relay/v1/health` (JSON), `/relay/v1/metrics` (Prometheus). `attach` mounts
 them in any aiohttp application.
@@ -17,12 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol
+from functools import partial
+from typing import Final, Literal, Protocol
 
 import structlog
-from aiohttp import WSMsgType, web
+from aiohttp import web
 
-from .circuit import Admission, Drop, Instruction, Outcome, Peer, Send, Switchboard
+from .circuit import OUTCOMES, Admission, Drop, Instruction, Outcome, Peer, Send, Switchboard
 from .config import RelayConfig
 from .connection import Connection
 from .errors import IdentityError, KvasirError, Refused, RemoteProtocolError
@@ -32,8 +34,9 @@ from .messages import Auth, Close, Hello, Open, Renewal, Welcome
 from .meters import Meters
 from .metrics import CONTENT_TYPE, metrics_text
 from .tickets import Ticket, check_auth, open_ticket, welcome_message
+from .wire import GOING_AWAY, NORMAL, accept
 
-_DATA: Final = int(FrameType.DATA)
+_DATA_BYTE: Final = bytes((FrameType.DATA,))
 
 log = structlog.get_logger("relay")
 
@@ -189,68 +192,79 @@ class Relay:
             self._refusals[error.code] += 1
             return _refusal(error)
         try:
-            socket = web.WebSocketResponse(max_msg_size=MAX_FRAME + 1, compress=False, timeout=2.0)
-            await socket.prepare(request)
-            transport = request.transport
-            if transport is None:
-                return socket
-            await self._serve(Connection(socket, transport, address, self.config))
-            return socket
+            response, socket = await accept(request, max_bytes=MAX_FRAME)
+            self._greet(Connection(socket, address, self.config))
+            await socket.lost
+            return response
         finally:
             self._admission.leave(address)
 
-    async def _serve(self, connection: Connection) -> None:
-        """The one boundary of a peer: whatever goes wrong in here ends this connection alone."""
-        peer: Peer | None = None
-        outcome: Outcome = "peer_gone"
-        try:
-            self._everyone.add(connection)
-            peer = await self._welcome(connection)
-            await self._read(peer, connection)
-            if connection.socket.close_code in (1000, 1001):
-                outcome = "closed"
-        except KvasirError as error:
-            outcome = "protocol_error"
-            self._refuse(connection, error)
-        except (ConnectionError, TimeoutError):
-            outcome = "peer_gone"
-        except Exception:
-            outcome = "protocol_error"
-            log.exception("peer.crashed", address=connection.address)
-            connection.refuse("internal", "an internal error of the relay", None, "protocol_error")
-        finally:
-            if connection.outcome in ("timeout", "drained", "duplicate"):
-                outcome = connection.outcome  # type: ignore[assignment]  # narrowed by the test above
-            connection.stop_timers()
-            self._everyone.discard(connection)
-            if peer is not None:
-                self._leave(peer, "peer_gone" if outcome == "closed" else outcome)
-                log.info(
-                    "peer.disconnected",
-                    peer=address_of(peer.key),
-                    role=peer.role,
-                    address=peer.address,
-                    outcome=outcome,
-                )
-
-    def _refuse(self, connection: Connection, error: KvasirError) -> None:
-        self._refusals[error.code] += 1
-        retry_after_s = error.retry_after_s if isinstance(error, Refused) else None
-        log.info("peer.refused", address=connection.address, code=error.code, reason=str(error))
-        connection.refuse(error.code, str(error), retry_after_s, "protocol_error")
-
-    async def _welcome(self, connection: Connection) -> Peer:
-        """HELLO, AUTH, WELCOME. Raises `KvasirError` with the reason to refuse."""
+    def _greet(self, connection: Connection) -> None:
+        """HELLO, and a deadline for AUTH."""
         nonce = secrets.token_bytes(32)
+        self._everyone.add(connection)
+        deadline = asyncio.get_running_loop().call_later(
+            self.config.auth_timeout_s, self._failed, connection, Refused("expired", "no AUTH in time")
+        )
+
+        def ended(error: KvasirError) -> None:
+            deadline.cancel()
+            self._ended(None, connection)
+
+        def first(frame: bytes | bytearray) -> None:
+            peer = self._authenticate(connection, nonce, frame)
+            deadline.cancel()
+            self._follow(peer, connection)
+
+        connection.socket.attach(first, on_error=partial(self._failed, connection), on_end=ended)
         connection.write(encode(FrameType.HELLO, 0, Hello(self.certificate.document, nonce).to_bytes()))
-        try:
-            async with asyncio.timeout(self.config.auth_timeout_s):
-                message = await connection.socket.receive()
-        except TimeoutError:
-            raise Refused("expired", "no AUTH in time") from None
-        if message.type is not WSMsgType.BINARY:
-            raise RemoteProtocolError("expected an AUTH frame")
-        kind, _, payload = decode(message.data)
+
+    def _follow(self, peer: Peer, connection: Connection) -> None:
+        """From here on `connection` is `peer`'s."""
+        connection.socket.attach(
+            partial(self._frame, peer, connection),
+            on_error=partial(self._failed, connection),
+            on_end=lambda _: self._ended(peer, connection),
+            on_writable=connection.on_writable,
+        )
+
+    def _failed(self, connection: Connection, error: Exception) -> None:
+        """The one boundary of a peer: whatever it set off ends its connection alone."""
+        if connection.outcome is not None:
+            return
+        if isinstance(error, KvasirError):
+            self._refusals[error.code] += 1
+            retry_after_s = error.retry_after_s if isinstance(error, Refused) else None
+            log.info("peer.refused", address=connection.address, code=error.code, reason=str(error))
+            connection.refuse(error.code, str(error), retry_after_s, "protocol_error")
+        else:
+            self._refusals["internal"] += 1
+            log.error("peer.crashed", address=connection.address, exc_info=error)
+            connection.refuse("internal", "an internal error of the relay", None, "protocol_error")
+
+    def _ended(self, peer: Peer | None, connection: Connection) -> None:
+        """A connection is over, for whatever reason."""
+        outcome: Outcome | Literal["closed"] = "peer_gone"
+        if connection.outcome in OUTCOMES:
+            outcome = connection.outcome  # type: ignore[assignment]  # narrowed by the test above
+        elif connection.socket.status in (NORMAL, GOING_AWAY):
+            outcome = "closed"
+        connection.outcome = outcome
+        connection.stop()
+        self._everyone.discard(connection)
+        if peer is not None:
+            self._leave(peer, "peer_gone" if outcome == "closed" else outcome)
+            log.info(
+                "peer.disconnected",
+                peer=address_of(peer.key),
+                role=peer.role,
+                address=peer.address,
+                outcome=outcome,
+            )
+
+    def _authenticate(self, connection: Connection, nonce: bytes, frame: bytes | bytearray) -> Peer:
+        """AUTH in, WELCOME out. Raises `KvasirError` with the reason to refuse."""
+        kind, _, payload = decode(frame)
         if kind is not FrameType.AUTH:
             raise RemoteProtocolError(f"expected AUTH, got {kind.name}")
         auth = Auth.from_bytes(payload)
@@ -309,33 +323,20 @@ class Relay:
             self._leave(peer, "protocol_error")
             connection.refuse("expired", "the ticket was not renewed: get a new one", None, "protocol_error")
 
-    async def _read(self, peer: Peer, connection: Connection) -> None:
-        receive = connection.socket.receive
-        forward = self._board.forward
-        connections = self._connections
-        binary = WSMsgType.BINARY
-        while True:
-            message = await receive()
-            if connection.outcome is not None:
+    def _frame(self, peer: Peer, connection: Connection, frame: bytes | bytearray) -> None:
+        size = len(frame) - HEADER.size
+        if frame[0:1] == _DATA_BYTE and 0 < size <= MAX_PACKET:
+            leg = self._board.forward(peer, int.from_bytes(frame[1:5], "big"), size)
+            if leg is None:
                 return
-            if message.type is not binary:
-                if message.type is WSMsgType.TEXT:
-                    raise RemoteProtocolError("frames are binary messages")
-                if message.type is WSMsgType.ERROR and isinstance(message.data, ValueError):
-                    raise RemoteProtocolError(f"a malformed WebSocket message: {message.data}")
-                return
-            frame: bytes = message.data
-            size = len(frame) - HEADER.size
-            if 0 < size <= MAX_PACKET and frame[0] == _DATA:
-                leg = forward(peer, int.from_bytes(frame[1:5], "big"), size)
-                if leg is None:
-                    continue
-                if leg.other.credit < 0 or not connections[leg.peer.number].forward(leg.id, frame):
-                    self._carry_out(self._board.busy(leg, size, time.monotonic()))
-                continue
-            self._control(peer, connection, frame)
+            if not isinstance(frame, bytearray):
+                frame = bytearray(frame)
+            if leg.other.credit < 0 or not self._connections[leg.peer.number].forward(leg.id, frame):
+                self._carry_out(self._board.busy(leg, size, time.monotonic()))
+            return
+        self._control(peer, connection, frame)
 
-    def _control(self, peer: Peer, connection: Connection, frame: bytes) -> None:
+    def _control(self, peer: Peer, connection: Connection, frame: bytes | bytearray) -> None:
         kind, id, payload = decode(frame)
         now = time.monotonic()
         if kind is FrameType.CREDIT:

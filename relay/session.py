@@ -131,7 +131,9 @@ class Initiator:
         document = self._certificate.document
         return SessionOffer(document, self._grant_hash, self._generation, noise).to_bytes()
 
-    def receive_answer(self, packet: bytes, now: float, limits: RekeyLimits | None = None) -> SessionCore:
+    def receive_answer(
+        self, packet: bytes | memoryview, now: float, limits: RekeyLimits | None = None
+    ) -> SessionCore:
         """The session behind the device's answer.
 
         Raises `Refused` (the device said no), `RemoteProtocolError` or `IdentityError`.
@@ -164,7 +166,7 @@ class Responder:
         self._generations, self._serials = generations, serials
 
     def receive_offer(
-        self, packet: bytes, *, unix_now: float, now: float, limits: RekeyLimits | None = None
+        self, packet: bytes | memoryview, *, unix_now: float, now: float, limits: RekeyLimits | None = None
     ) -> tuple[bytes, SessionCore]:
         """Check an offer; the answer to send, and the session, not confirmed yet.
 

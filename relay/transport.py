@@ -14,7 +14,8 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from functools import partial
+from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
@@ -29,6 +30,7 @@ from .identity import PublicKey, SignedDocument, SigningKey, address_of, open_ce
 from .messages import Auth, Close, GoAway, Hello, Incoming, Open, RefusedMessage, Renewal, Welcome
 from .secure import SecureSession
 from .tickets import PeerRole, auth_message, read_ticket, welcome_message
+from .wire import WebSocket, dial
 
 __all__ = [
     "Channel",
@@ -42,7 +44,7 @@ __all__ = [
 
 RELAY_PATH: Final = "/relay/v1"
 _FATAL: Final = frozenset({"duplicate", "version", "wrong_swarm"})
-_DATA: Final = int(FrameType.DATA)
+_DATA_BYTE: Final = bytes((FrameType.DATA,))
 
 log = structlog.get_logger("relay")
 
@@ -162,7 +164,7 @@ class RelayClient:
         link.channels[id] = channel
         try:
             async with asyncio.timeout(timeout):
-                await link.write(encode(FrameType.OPEN, id, Open(device).to_bytes()))
+                link.write(encode(FrameType.OPEN, id, Open(device).to_bytes()))
                 await answer
         except TimeoutError:
             await channel.close("unreachable", "the circuit was not opened in time")
@@ -219,25 +221,16 @@ class RelayClient:
         try:
             async with asyncio.timeout(timeout):
                 ticket = await self._ticket()
-                socket = await self._http.ws_connect(
-                    self.url,
-                    max_msg_size=MAX_FRAME + 1,
-                    compress=0,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
-                )
+                socket = await dial(self._http, self.url, max_bytes=MAX_FRAME)
                 try:
                     return await self._authenticate(socket, ticket)
                 except BaseException:
-                    await socket.close()
+                    socket.close()
                     raise
         except TimeoutError:
             raise Unreachable(f"the relay {self.url} did not answer within {timeout:g} s") from None
-        except aiohttp.WSServerHandshakeError as error:
-            raise _http_refusal(self.url, error) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unreachable(f"cannot reach the relay {self.url}: {error}") from None
 
-    async def _authenticate(self, socket: aiohttp.ClientWebSocketResponse, ticket: SignedDocument) -> Link:
+    async def _authenticate(self, socket: WebSocket, ticket: SignedDocument) -> Link:
         hello = Hello.from_bytes(await _expect(socket, FrameType.HELLO))
         now = self._clock()
         relay = open_certificate(hello.certificate, swarm=self._root, now=now, role="relay")
@@ -245,13 +238,13 @@ class RelayClient:
             raise IdentityError(f"the relay at {self.url} is {address_of(relay.ed25519)}, not the ticket's")
         signature = self._key.sign(auth_message(hello.nonce, relay.ed25519, ticket))
         auth = Auth(ticket, self._start_generation, signature)
-        await socket.send_bytes(encode(FrameType.AUTH, 0, auth.to_bytes()))
+        socket.write(encode(FrameType.AUTH, 0, auth.to_bytes()))
         welcome = Welcome.from_bytes(await _expect(socket, FrameType.WELCOME))
         verify(relay.ed25519, welcome.proof, welcome_message(hello.nonce, signature))
         return Link(socket, welcome, relay.ed25519, ticket, self._config)
 
     async def _serve(self, link: Link) -> None:
-        """Read the connection to its end. Raises `KvasirError` with the reason if there was one."""
+        """Follow the connection to its end. Raises `KvasirError` with the reason if there was one."""
         self._link, self.relay_key = link, link.key
         self._up.set()
         log.info("relay.connected", relay=self.url, role=self._role)
@@ -259,7 +252,7 @@ class RelayClient:
         keeper = self._tasks.create_task(self._keep(link))
         reason: KvasirError = Unreachable("the connection to the relay was lost")
         try:
-            await self._read(link)
+            await self._follow(link)
         except KvasirError as error:
             reason = error
             raise
@@ -272,34 +265,41 @@ class RelayClient:
             self.rtt_s = None
             link.lost(reason if isinstance(reason, Unreachable) else Unreachable(str(reason)))
             keeper.cancel()
-            await link.socket.close()
+            link.socket.close()
             log.info("relay.disconnected", relay=self.url, reason=str(reason), code=reason.code)
 
-    async def _read(self, link: Link) -> None:
-        receive = link.socket.receive
-        channels = link.channels
-        binary = aiohttp.WSMsgType.BINARY
-        while True:
-            message = await receive()
-            if message.type is not binary:
-                if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.ERROR):
-                    raise RemoteProtocolError(f"the relay sent no frame: {message.data}")
-                return
-            frame: bytes = message.data
-            if len(frame) > HEADER.size and frame[0] == _DATA:
-                channel = channels.get(int.from_bytes(frame[1:5], "big"))
-                if channel is not None and not channel.arrived(frame[5:]):
-                    raise RemoteProtocolError("the relay sent more than the circuit's window")
-                continue
-            await self._control(link, frame)
+    async def _follow(self, link: Link) -> None:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def _control(self, link: Link, frame: bytes) -> None:
+        def failed(error: Exception) -> None:
+            if not ended.done():
+                ended.set_exception(error)
+
+        def over(error: KvasirError) -> None:
+            if not ended.done():
+                if link.socket.status is None:
+                    ended.set_exception(error)
+                else:
+                    ended.set_result(None)
+
+        link.socket.attach(partial(self._frame, link), on_error=failed, on_end=over)
+        await ended
+
+    def _frame(self, link: Link, frame: bytes | bytearray) -> None:
+        if frame[0:1] == _DATA_BYTE and len(frame) > HEADER.size:
+            channel = link.channels.get(int.from_bytes(frame[1:5], "big"))
+            if channel is not None and not channel.arrived(memoryview(frame)[5:]):
+                raise RemoteProtocolError("the relay sent more than the circuit's window")
+            return
+        self._control(link, frame)
+
+    def _control(self, link: Link, frame: bytes | bytearray) -> None:
         kind, id, payload = decode(frame)
         if kind is FrameType.CREDIT:
             if id in link.channels:
                 link.channels[id].credited(decode_u32(payload))
         elif kind is FrameType.PING:
-            await link.write(encode(FrameType.PONG, 0, payload))
+            link.write(encode(FrameType.PONG, 0, payload))
         elif kind is FrameType.PONG:
             if decode_u64(payload) == link.ping_id:
                 link.pong.set()
@@ -308,7 +308,7 @@ class RelayClient:
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
         elif kind is FrameType.INCOMING:
-            await self._incoming(link, id, Incoming.from_bytes(payload))
+            self._incoming(link, id, Incoming.from_bytes(payload))
         elif kind is FrameType.CLOSE:
             self._closed(link, id, Close.from_bytes(payload))
         elif kind is FrameType.BUSY:
@@ -322,14 +322,14 @@ class RelayClient:
         else:
             raise RemoteProtocolError(f"a relay does not send {kind.name}")
 
-    async def _incoming(self, link: Link, id: int, incoming: Incoming) -> None:
+    def _incoming(self, link: Link, id: int, incoming: Incoming) -> None:
         channel = RelayChannel(link, id, incoming.source)
         if id in link.channels:
             raise RemoteProtocolError(f"circuit {id} is open already")
         if self._on_circuit is None or self._tasks is None:
-            await channel.close("forbidden", "this peer takes no circuits")
+            channel.end("forbidden", "this peer takes no circuits")
         elif self._serving >= self._config.max_circuits:
-            await channel.close("quota", "this peer serves all the circuits it can")
+            channel.end("quota", "this peer serves all the circuits it can")
         else:
             link.channels[id] = channel
             self._serving += 1
@@ -372,7 +372,7 @@ class RelayClient:
         while True:
             if not await self._ping(link):
                 log.warning("relay.silent", relay=self.url)
-                await link.socket.close()
+                link.socket.abort(Unreachable("the relay answers no pings"))
                 return
             if time.monotonic() >= renew_at:
                 renew_at = time.monotonic() + await self._renew(link)
@@ -384,7 +384,7 @@ class RelayClient:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._config.pong_timeout_s):
-                await link.write(encode(FrameType.PING, 0, link.ping_id.to_bytes(8, "big")))
+                link.write(encode(FrameType.PING, 0, link.ping_id.to_bytes(8, "big")))
                 await link.pong.wait()
         except (TimeoutError, Unreachable):
             return False
@@ -396,7 +396,7 @@ class RelayClient:
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 ticket = await self._ticket()
-                await link.write(encode(FrameType.TICKET, 0, Renewal(ticket).to_bytes()))
+                link.write(encode(FrameType.TICKET, 0, Renewal(ticket).to_bytes()))
         except (TimeoutError, KvasirError) as error:
             log.warning("ticket.unavailable", relay=self.url, reason=str(error))
             return 5.0
@@ -407,29 +407,12 @@ class RelayClient:
         return min(60.0, max(10.0, (read_ticket(ticket).expires_at - self._clock()) / 2))
 
 
-async def _expect(socket: aiohttp.ClientWebSocketResponse, wanted: FrameType) -> memoryview:
+async def _expect(socket: WebSocket, wanted: FrameType) -> memoryview:
     """The payload of the next frame, which must be `wanted`. Raises the relay's refusal, or what is wrong."""
-    message = await socket.receive()
-    if message.type is not aiohttp.WSMsgType.BINARY:
-        raise Unreachable("the relay closed the connection before it was set up")
-    kind, _, payload = decode(message.data)
+    kind, _, payload = decode(await socket.receive())
     if kind is FrameType.REFUSED:
         refused = RefusedMessage.from_bytes(payload)
         raise Refused(refused.code, refused.message, retry_after_s=refused.retry_after_s)
     if kind is not wanted:
         raise RemoteProtocolError(f"expected {wanted.name} from the relay, got {kind.name}")
     return payload
-
-
-def _http_refusal(url: str, error: aiohttp.WSServerHandshakeError) -> KvasirError:
-    """What an HTTP status in place of a WebSocket means."""
-    headers: Any = error.headers or {}
-    after = headers.get("Retry-After", "")
-    retry_after = min(3600.0, float(after)) if after.isdigit() else None
-    if error.status == 429:
-        return Refused(
-            "quota", f"the relay {url} has too many connections from here", retry_after_s=retry_after
-        )
-    if error.status == 503:
-        return Refused("overloaded", f"the relay {url} takes no connections now", retry_after_s=retry_after)
-    return Unreachable(f"{url} is no relay: it answered with HTTP status {error.status}")

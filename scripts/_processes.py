@@ -19,7 +19,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Failed(Exception):
+class Failed(Exception):  # noqa: N818 - what the script prints, not a fault of ours
     """Something did not work; the message says what, for a person."""
 
 
@@ -43,7 +43,11 @@ class Children:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop_all()
+        try:
+            self.stop_all()
+        except KeyboardInterrupt:  # a second Ctrl-C: no more patience, but still nothing left behind
+            for child in self._children.values():
+                _end(child)
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
         """Start `command`, its output in `NAME.log`."""
@@ -70,6 +74,13 @@ class Children:
             if status is not None:
                 raise Failed(f"{name} ended with status {status}:\n{self.tail(name)}")
 
+    def ended(self) -> list[str]:
+        """Those that ended by themselves since this was asked last."""
+        names = [name for name, child in self._children.items() if child.poll() is not None]
+        for name in names:
+            del self._children[name]
+        return names
+
     def tail(self, name: str, lines: int = 15) -> str:
         """The last lines of a child's log."""
         text = self.log(name).read_text(encoding="utf-8", errors="replace")
@@ -89,8 +100,17 @@ class Children:
             time.sleep(pause)
 
     def stop_all(self) -> None:
-        """Ask all to stop, the last started first; end those that do not within the grace time."""
-        living = [child for child in reversed(self._children.values()) if child.poll() is None]
+        """Ask all to stop, and end those that do not within the grace time.
+
+        The first one started is what the others depend on; it is stopped when they are gone.
+        """
+        children = list(self._children.values())
+        self._stop(children[1:])
+        self._stop(children[:1])
+        self._children.clear()
+
+    def _stop(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
+        living = [child for child in children if child.poll() is None]
         for child in living:
             _ask_to_stop(child)
         deadline = time.monotonic() + self._grace_s
@@ -99,7 +119,6 @@ class Children:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _end(child)
-        self._children.clear()
 
 
 def _ask_to_stop(child: subprocess.Popen[bytes]) -> None:

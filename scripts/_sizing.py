@@ -15,17 +15,23 @@ from typing import Any
 
 from market.windows import Window, cut_windows
 
-_EXPERT_TENSOR = re.compile(r"\.(\d+)\.(?:[a-z_]+\.)?experts\.|\.(\d+)\.block_sparse_moe\.(?:input|output)_linear\.")
+_EXPERT_TENSOR = re.compile(
+    r"\.(\d+)\.(?:[a-z_]+\.)?experts\.|\.(\d+)\.block_sparse_moe\.(?:input|output)_linear\."
+)
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+
+
+QUANTISED_GROWTH = 4
+"""Nodes keep dequantised tensors; a 4-bit checkpoint grows to four times its stored size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A window size in stored bytes, the windows it gives, and how many of them a node takes at most."""
+    """A window size in stored bytes, the windows it gives, and the budget that each node is to have."""
 
     window_bytes: int
     windows: tuple[Window, ...]
-    windows_a_node: int
+    budget: int
 
 
 def layer_bytes(folder: Path) -> dict[int, int]:
@@ -50,21 +56,33 @@ def expert_count(folder: Path) -> int:
     return next((int(place[name]) for place in places for name in _COUNTS if place.get(name)), 0)
 
 
-def choose_cut(sizes: Mapping[int, int], experts: int, nodes: int) -> Cut:
+def is_quantised(folder: Path) -> bool:
+    """Whether the checkpoint's tensors are stored in fewer bits than they are computed in."""
+    return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def choose_cut(sizes: Mapping[int, int], experts: int, nodes: int, *, growth: int = 1) -> Cut:
     """The coarsest cut with which no node can go empty.
 
-    `sizes` is the result of `layer_bytes`. Each node takes an equal share of the windows and one more, as
-    room for two nodes that claim one window at the same time. With W windows and n nodes that all take
-    ceil(W/n) + 1, a node is sure of a window of its own when the others together cannot hold all W.
+    `sizes` is the result of `layer_bytes`, `growth` how much larger experts are in memory. Each node has room
+    for an equal share of the windows and one more, as two nodes may claim one window at the same time. With
+    W windows and n nodes that all take ceil(W/n) + 1, a node is sure of a window of its own when the others
+    together cannot hold all W. Raises `ValueError` where no cut is fine enough.
     """
     counts = dict.fromkeys(sizes, experts)
     one = {layer: max(1, size // experts) for layer, size in sizes.items()}
-    whole = max(one[layer] * experts for layer in sizes)
-    parts = [whole * group for group in range(len(sizes), 1, -1)]
-    parts += [-(-whole // split) for split in range(1, experts + 1)]
-    for window_bytes in parts:
+    whole = max(one.values()) * experts
+    tries = [whole * group for group in range(len(sizes), 1, -1)]
+    tries += [-(-whole // parts) for parts in range(1, experts + 1)]
+    for window_bytes in tries:
         windows = cut_windows(counts, one, window_bytes)
         most = -(-len(windows) // nodes) + 1
         if nodes == 1 or (nodes - 1) * most < len(windows):
-            return Cut(window_bytes, windows, most)
+            largest = max(_window_bytes(window, one) for window in windows)
+            return Cut(window_bytes, windows, most * largest * growth)
     raise ValueError(f"{nodes} nodes are too many for {len(sizes)} layers of {experts} experts")
+
+
+def _window_bytes(window: Window, one: Mapping[int, int]) -> int:
+    experts = window.expert_end - window.expert_start
+    return sum(one[layer] * experts for layer in window.layers(sorted(one)))

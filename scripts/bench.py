@@ -1,8 +1,8 @@
 """Benchmarks. Each suite measures in processes of its own and prints its figures.
 
-    python3 scripts/bench.py                  the suites there are
-    python3 scripts/bench.py memory           run one
-    python3 scripts/bench.py memory --json    the figures as one JSON object on the last line
+python3 scripts/bench.py                  the suites there are
+python3 scripts/bench.py memory           run one
+python3 scripts/bench.py memory --json    the figures as one JSON object on the last line
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main(arguments: list[str]) -> int:
         description="Benchmarks, one suite at a time.",
         epilog="suites: " + "; ".join(f"{name} - {what}" for name, what in SUITES.items()),
     )
-    parser.add_argument("suite", nargs="?", choices=sorted(SUITES), help="which one; without it they are listed")
+    parser.add_argument(
+        "suite", nargs="?", choices=sorted(SUITES), help="which one; without it they are listed"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON, last")
     parser.add_argument("--work-dir", type=Path, help="folder for temporary files (default: the system's)")
     options = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """The C core, compiled by this machine's own compiler into a cache folder.
 
-One file a (sources, flags, compiler, machine), written beside its final name and moved there at once, so
-that processes may build at the same time and a killed one leaves nothing that counts. The folder must belong
-to this user alone: what is in it is run.
+One library a (sources, flags, compiler, machine), written beside its final name and moved there at once, so
+that processes may build at the same time and a killed one leaves nothing that counts; its SHA-256 lies beside
+it, and one that does not match is built anew. The folder must be this user's alone: what is in it is run.
 
 Knows compilers, files and folders. Knows nothing of what the code computes.
 """
@@ -75,8 +75,8 @@ def usable(folder: Path) -> bool:
     return True
 
 
-def build(folder: Path, compiler: str, *, timeout_s: float = BUILD_TIMEOUT_S, anew: bool = False) -> Path:
-    """The path of the built library, built now if `folder` lacks it or `anew`. Blocks for some seconds.
+def build(folder: Path, compiler: str, *, timeout_s: float = BUILD_TIMEOUT_S) -> Path:
+    """The path of the built library, built now if `folder` lacks it whole. Blocks for some seconds.
 
     Raises `BuildError`: no such compiler, the build fails or takes longer than `timeout_s`, the folder
     cannot be written or others may write to it.
@@ -84,7 +84,7 @@ def build(folder: Path, compiler: str, *, timeout_s: float = BUILD_TIMEOUT_S, an
     try:
         _make_private(folder)
         target = folder / f"kvasir-{_key(compiler, timeout_s)}{_suffix()}"
-        if anew or not target.exists():
+        if not _whole(target):
             _compile(compiler, target, timeout_s)
         _check_owned(target)
     except subprocess.TimeoutExpired:
@@ -120,13 +120,27 @@ def _compile(compiler: str, target: Path, timeout_s: float) -> None:
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise BuildError(f"{compiler} failed: {said[0][:200] if said else f'exit {done.returncode}'}")
-        with made.open("rb+") as file:
-            os.fsync(file.fileno())
         made.chmod(0o500)
+        digest = hashlib.sha256(made.read_bytes()).hexdigest()
         with contextlib.suppress(PermissionError):  # Windows: another process has just built and loaded it
             made.replace(target)
+            _seal(target).write_text(digest, encoding="ascii")
     finally:
         made.unlink(missing_ok=True)
+
+
+def _seal(library: Path) -> Path:
+    """The file with the library's SHA-256: loading one cut short would crash the process."""
+    return library.with_suffix(".sha256")
+
+
+def _whole(library: Path) -> bool:
+    """Whether the library is there as it was built."""
+    try:
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        return _seal(library).read_text(encoding="ascii") == digest
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
 
 
 def _platform_flags() -> tuple[str, ...]:

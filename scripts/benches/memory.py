@@ -10,6 +10,7 @@ Run as a module with a role (`python -m benches.memory backbone FOLDER`) it is t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from .process import MB, forget_cached, in_child, peak_rss_mb, storage_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvasir_backbone.model import BackboneModel
     from kvasir_backbone.seam import RowKey
 
 KV_BYTES = 64 * 1024 * 1024
@@ -83,12 +85,100 @@ def imports() -> dict[str, Any]:
 
 
 def full(folder: str) -> dict[str, Any]:
-    """Stock transformers: load all of it, write a token."""
+    """Stock transformers: load all of it, run it once."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     with torch.inference_mode():
         model(torch.tensor([[1, 2, 3, 4]]))
     return {"peak_rss_mb": peak_rss_mb()}
+
+
+class RemoteExperts:
+    """A dispatcher over a pipe to another process: rows and ids go there, outputs come back."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def dispatch(
+        self, layer: int, rows: Tensor, ids: Tensor, keys: Sequence[RowKey], deadline_s: float
+    ) -> Tensor:
+        """See `kvasir_backbone.seam.Dispatcher`."""
+        import torch
+
+        assert rows.dtype == torch.bfloat16, "the checkpoint is bf16, and so is what is sent"
+        self._connection.send((layer, rows.view(torch.int16).numpy(), ids.numpy()))
+        if not self._connection.poll(deadline_s):
+            raise TimeoutError("the experts' process did not answer")
+        return torch.from_numpy(self._connection.recv()).view(torch.bfloat16)
+
+
+def worker(folder: str, address: str) -> None:
+    """The experts' process: answers until the pipe closes."""
+    import torch
+
+    from kvasir_backbone.checkpoint import Checkpoint
+    from kvasir_backbone.local_experts import LocalExperts
+
+    torch.set_num_threads(1)
+    checkpoint = Checkpoint.open(folder)
+    plan = checkpoint.make_plan(window_bytes=WINDOW_BYTES, wire_dtype="bfloat16")
+    experts = LocalExperts(checkpoint.read, plan)
+    with Client(address) as connection:
+        while True:
+            try:
+                layer, rows, ids = connection.recv()
+            except EOFError:
+                return
+            bf16 = torch.from_numpy(rows).view(torch.bfloat16)
+            out = experts.dispatch(layer, bf16, torch.from_numpy(ids), (), 60.0)
+            connection.send(out.view(torch.int16).numpy())
+
+
+def backbone(folder: str) -> dict[str, Any]:
+    """Open, plan, load the dense part, write text with experts elsewhere."""
+    import torch
+
+    from kvasir_backbone.checkpoint import Checkpoint
+    from kvasir_backbone.model import BackboneModel
+
+    torch.set_num_threads(1)
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.make_plan(window_bytes=WINDOW_BYTES, wire_dtype="bfloat16")
+    model = BackboneModel.load(checkpoint)
+    dense = sum(parameter.nbytes for parameter in model.model.parameters())
+    with Listener() as listener:
+        command = [sys.executable, "-m", "benches.memory", "worker", folder, str(listener.address)]
+        child = subprocess.Popen(command)
+        with listener.accept() as connection:
+            model.dispatcher = RemoteExperts(connection)
+            tokens = asyncio.run(_write(model))
+            read_bytes = storage_bytes()  # before the wait, which adds the child's own to it
+        child.wait(60)
+    return {
+        "peak_rss_mb": peak_rss_mb(),
+        "read_bytes": read_bytes,
+        "dense_bytes": dense,
+        "tokens": tokens,
+    }
+
+
+async def _write(model: BackboneModel) -> int:
+    """Run one request to its end; the number of its tokens."""
+    from kvasir_backbone.engine import Engine, EngineConfig, GenerationRequest
+
+    request = GenerationRequest(
+        prompt_ids=list(range(1, PROMPT_TOKENS + 1)), max_tokens=TOKENS, temperature=0.0, ignore_eos=True
+    )
+    async with Engine(model, EngineConfig(kv_bytes=KV_BYTES)) as engine:
+        return len([token async for token in engine.submit(request)])
+
+
+ROLES = {"imports": imports, "full": full, "backbone": backbone, "worker": worker}
+
+if __name__ == "__main__":
+    print(json.dumps(ROLES[sys.argv[1]](*sys.argv[2:])), flush=True)

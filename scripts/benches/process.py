@@ -52,7 +52,11 @@ def forget_cached(folder: Path) -> None:
 
 def in_child(module: str, *arguments: str, timeout: float = 600.0) -> dict[str, Any]:
     """Run `python -m benches.MODULE ARGUMENTS` and return the JSON object on its last line."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-m", f"benches.{module}", *arguments],
         cwd=Path(__file__).resolve().parent.parent,

@@ -199,7 +199,10 @@ def test_past_the_failover_time_the_breaker_opens_and_another_owner_is_asked() -
 def test_failover_is_not_capped_by_the_hedge_budget() -> None:
     started = flight({0: ["a"]}, owners_of("a"), ids=[[0, 1]], hedges=HedgeBudget(share=0.0))
     started.start(0.0)
-    assert RunFallback((0,)) in started.handle_timeout(0.3, roster(WINDOWS, {0: ["a"]}))
+    current = roster(WINDOWS, {0: ["a"]})
+    assert started.handle_timeout(0.3, current) == []  # the only owner gets more time than one of several
+    assert RunFallback((0,)) in started.handle_timeout(started.next_deadline(), current)
+    assert started.next_deadline() <= 1.0
 
 
 def test_an_open_breaker_sends_the_part_to_the_fallback() -> None:

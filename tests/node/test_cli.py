@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -147,16 +148,82 @@ async def test_a_killed_node_comes_back_without_fetching_again(swarm: NodeSwarm,
     assert swarm.weights.bytes_served == served
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals")
+async def test_a_terminal_shows_phases_and_the_file_gets_the_log(swarm: NodeSwarm, tmp_path: Path) -> None:
+    import pty
+
+    own, theirs = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvasir_node.cli", "run", swarm.link.text, "--state-dir", str(tmp_path / "n"),
+        "--budget", "10MB", "--reserve-bytes", "0", cwd=ROOT, stderr=theirs, stdin=theirs,
+        env={**os.environ, "COLUMNS": "120", "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = bytearray()
+
+    def look() -> None:
+        with contextlib.suppress(OSError):
+            shown.extend(os.read(own, 65536))
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(own, look)
+    try:
+        await all_proven(swarm)
+        await until(lambda: b"serving ..." in shown, timeout=20.0, what="the phase on the terminal")
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+    finally:
+        loop.remove_reader(own)
+        os.close(own)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    text = shown.decode()
+    for expected in ("volunteering ...", "is proven and serves", "tiny", "reachable", "draining ..."):
+        assert expected in text
+    assert '"event"' not in text
+    events = [json.loads(line)["event"] for line in (tmp_path / "n" / "node.log").read_text().splitlines()]
+    assert events[-1] == "node.stopped"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 async def test_a_second_signal_ends_at_once(swarm: NodeSwarm, tmp_path: Path) -> None:
     async with daemon(swarm, tmp_path / "node") as running:
         await all_proven(swarm, 1)
-        await swarm.stop_market()  # so that leaving in order takes its time
-        running.process.send_signal(signal.SIGINT)
-        await until(lambda: "node.draining" in running.events(), what="the drain begun")
-        running.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(5):
-            assert await running.process.wait() == 130
+        await swarm.stop_market()
+        async with deaf_server(swarm.market_site.port):  # leaving in order now waits for answers
+            running.process.send_signal(signal.SIGINT)
+            await until(lambda: "node.draining" in running.events(), what="the drain begun")
+            running.process.send_signal(signal.SIGINT)
+            async with asyncio.timeout(4):
+                assert await running.process.wait() == 130
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+async def test_leaving_has_a_deadline_when_the_market_is_deaf(swarm: NodeSwarm, tmp_path: Path) -> None:
+    async with daemon(swarm, tmp_path / "node") as running:
+        await all_proven(swarm, 1)
+        await swarm.stop_market()
+        async with deaf_server(swarm.market_site.port):
+            running.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(20):
+                assert await running.process.wait() == 0
+
+
+@asynccontextmanager
+async def deaf_server(port: int) -> AsyncIterator[None]:
+    """Takes connections on `port` and never answers."""
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(
+        lambda reader, writer: writers.append(writer), "127.0.0.1", port, reuse_address=True
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
 
 
 async def test_stop_ends_a_node_on_the_default_loop(swarm: NodeSwarm, tmp_path: Path) -> None:

@@ -180,6 +180,20 @@ async def test_a_node_waits_for_a_market_that_is_not_there_yet(swarm: NodeSwarm,
         await running.reaches(Phase.PROVING)
 
 
+async def test_a_market_that_lost_its_store_is_joined_anew(swarm: NodeSwarm, tmp_path: Path) -> None:
+    await swarm.publish()
+    async with node(swarm, tmp_path / "node") as running:
+        await running.proven(2)
+        await swarm.stop_market()
+        swarm.lose_market_store()
+        await swarm.start_market()
+        await swarm.publish()
+        await running.proven(2)
+        await running.reaches(Phase.SERVING)
+        assert any("wallet's proof again" in notice.text for notice in running.status.notices)
+        assert swarm.weights.bytes_served == 0  # a new endpoint, and everything was here
+
+
 async def test_stopping_while_the_market_is_away(swarm: NodeSwarm, tmp_path: Path) -> None:
     await swarm.stop_market()
     async with node(swarm, tmp_path / "node") as running:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import struct
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from relay.frames import (
     encode,
     encode_u32,
     encode_u64,
-    websocket_header,
 )
 
 ON_CIRCUIT = ["OPEN", "INCOMING", "OPENED", "DATA", "CREDIT", "CLOSE", "BUSY"]
@@ -113,15 +110,3 @@ def test_tiny_frames_cost_something() -> None:
     assert cost(1) == 64
     assert cost(64) == 64
     assert cost(48 * 1024) == 48 * 1024
-
-
-@pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536, 66_000])
-def test_websocket_headers(size: int) -> None:
-    header = websocket_header(size)
-    assert header[0] == 0x82
-    if size < 126:
-        assert header[1:] == bytes([size])
-    elif size < 65_536:
-        assert header[1:] == bytes([126]) + struct.pack(">H", size)
-    else:
-        assert header[1:] == bytes([127]) + struct.pack(">Q", size)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -109,11 +108,17 @@ class Stall:
     url: str
     http: aiohttp.ClientSession
     clock: Clock
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def client(self, **options: object) -> MarketClient:
         """A client of nobody's."""
-        return MarketClient(self.url, http=self.http, root=self.keys.root_public, clock=self.clock, **options)  # type: ignore[arg-type]
+        given = {
+            "http": self.http,
+            "root": self.keys.root_public,
+            "clock": self.clock,
+            "timeout": 60.0,
+            **options,
+        }
+        return MarketClient(self.url, **given)  # type: ignore[arg-type]
 
     def backbone(self) -> MarketClient:
         """A client that speaks as the swarm's backbone."""

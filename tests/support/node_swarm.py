@@ -15,6 +15,7 @@ from aiohttp import web
 from torch import Tensor
 
 from kvasir_backbone.weights import WEIGHTS_PATH, WeightsEndpoint
+from kvasir_node import kernels
 from kvasir_node.calls import (
     Call,
     Draining,
@@ -29,6 +30,7 @@ from kvasir_node.calls import (
     decode,
     encode,
 )
+from kvasir_node.execution import choose_execution
 from kvasir_node.experts import WindowExperts
 from market.client import MarketClient
 from market.config import MarketConfig
@@ -139,6 +141,11 @@ class NodeSwarm:
             await self.market.close()
             await self.market_site.stop()
 
+    def lose_market_store(self) -> None:
+        """Remove the stopped market's database."""
+        for path in self.folder.glob("market.db*"):
+            path.unlink()
+
     async def _serve_weights(self, request: web.Request) -> web.StreamResponse:
         await self.weights_open.wait()
         return await self.weights.handle(request)
@@ -206,7 +213,11 @@ class BackboneSession:
         self.swarm = swarm
         self.session = session
         self.lease = lease
-        self.local = WindowExperts.load(swarm.plan, lease.window, lease.precision, swarm.read)
+        execution = choose_execution(swarm.plan, lease.precision, kernels.load(lease.precision))
+        self.local = WindowExperts.load(
+            swarm.plan, lease.window, lease.precision, swarm.read, execution=execution
+        )
+        assert self.local.numerics == lease.numerics
         self.last: Receipt | None = None
         self._calls = 0
 

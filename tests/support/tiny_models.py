@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -97,3 +99,102 @@ def edit_config(folder: Path, **fields: Any) -> None:
     """Change fields of a saved checkpoint's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+# --- quantised checkpoints ---------------------------------------------------------------------------
+
+
+def save_fp8(folder: Path, name: str = "deepseek_v3", *, block: int = 8) -> Path:
+    """A checkpoint with fp8 weights and one fp32 scale a block, as DeepSeek-V3 ships."""
+    save_tiny(folder, name)
+    kept = ("embed_tokens", "lm_head", "gate.weight", "norm")
+
+    def quantise(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if weight.dim() != 2 or any(part in key for part in kept):
+            return {key: weight}
+        rows, columns = weight.shape[0] // block, weight.shape[1] // block
+        tiles = weight.view(rows, block, columns, block)
+        scale = tiles.abs().amax(dim=(1, 3)) / 448.0
+        values = (tiles / scale[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
+        return {key: values, key + "_scale_inv": scale}
+
+    _rewrite(folder, quantise)
+    edit_config(
+        folder,
+        quantization_config={
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block],
+            "modules_to_not_convert": ["lm_head"],
+        },
+    )  # fmt: skip
+    return folder
+
+
+def save_mxfp4(folder: Path) -> Path:
+    """A gpt-oss checkpoint with mxfp4 experts, as OpenAI ships."""
+    save_tiny(folder, "gpt_oss")
+    generator = torch.Generator().manual_seed(4)
+
+    def quantise(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return {key: weight}
+        experts, inner, outer = weight.shape
+        blocks = torch.randint(0, 256, (experts, outer, inner // 32, 16), generator=generator)
+        scales = torch.randint(120, 125, (experts, outer, inner // 32), generator=generator)
+        return {key + "_blocks": blocks.to(torch.uint8), key + "_scales": scales.to(torch.uint8)}
+
+    _rewrite(folder, quantise)
+    edit_config(
+        folder,
+        quantization_config={
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        },
+    )
+    return folder
+
+
+def save_int4(folder: Path, name: str = "qwen3_moe", *, group: int = 32) -> Path:
+    """A checkpoint with int4 experts in compressed-tensors' "pack-quantized" format."""
+    save_tiny(folder, name, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(5)
+
+    def quantise(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if ".experts." not in key:
+            return {key: weight}
+        rows, columns = weight.shape
+        packed = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator)
+        scale = torch.rand(rows, columns // group, generator=generator) * 0.02 + 0.01
+        stem = key.removesuffix("weight")
+        return {
+            stem + "weight_packed": packed.to(torch.int32),
+            stem + "weight_scale": scale.to(torch.bfloat16),
+            stem + "weight_shape": torch.tensor([rows, columns]),
+        }
+
+    _rewrite(folder, quantise)
+    weights = {
+        "num_bits": 4, "group_size": group, "strategy": "group", "symmetric": True, "type": "int",
+        "dynamic": False,
+    }  # fmt: skip
+    edit_config(
+        folder,
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+        },
+    )
+    return folder
+
+
+def _rewrite(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    """Replace every tensor of a saved checkpoint by what `change` makes of it, in one file."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for key, weight in load_file(file).items():
+            tensors.update(change(key, weight))
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")

@@ -1,42 +1,35 @@
 /* What surrounds the tiles, compiled once per instruction set so that the compiler vectorises it there too.
  * Every step is one IEEE operation an element (contraction is off), so the bits do not depend on that. */
 
-/* One block of one row quantised: a = round(x * (limit / max |x|)). Returns u; the sum of `a` through `sum`. */
-#define QUANTISE(NAME, TYPE, LIMIT)                                                           \
-    KV_TARGET static float KV(NAME)(const float *x, int n, TYPE *a, int padded, int32_t *sum) \
-    {                                                                                         \
-        uint32_t top = 0;                                                                     \
-        for (int k = 0; k < n; k++) {                                                         \
-            uint32_t bits = kv_float_to_bits(x[k]) & 0x7fffffffu;                             \
-            top = bits > top ? bits : top;                                                    \
-        }                                                                                     \
-        float largest = kv_bits_to_float(top);                                                \
-        int usable = largest >= TINY && top < 0x7f800000u;                                    \
-        float inverse = usable ? LIMIT / largest : 0.0f;                                      \
-        int32_t total = 0;                                                                    \
-        for (int k = 0; k < n; k++) {                                                         \
-            float rounded = (x[k] * inverse + 12582912.0f) - 12582912.0f;                     \
-            int32_t value = usable ? (int32_t)rounded : 0;                                    \
-            a[k] = (TYPE)value;                                                               \
-            total += value;                                                                   \
-        }                                                                                     \
-        for (int k = n; k < padded; k++) a[k] = 0;                                            \
-        *sum = total;                                                                         \
-        if (top >= 0x7f800000u) return NAN;                                                   \
-        return usable ? largest / LIMIT : 0.0f;                                               \
+/* One block of one row quantised to int16. Returns u; float(t) of its groups through `sum`. */
+KV_TARGET static float KV(quantise)(const float *x, int n, int16_t *a, float *sum)
+{
+    uint32_t top = 0;
+    for (int k = 0; k < n; k++) {
+        uint32_t bits = kv_float_to_bits(x[k]) & 0x7fffffffu;
+        top = bits > top ? bits : top;
     }
-
-QUANTISE(quantise16, int16_t, 32767.0f)
-QUANTISE(quantise8, int8_t, 127.0f)
-#undef QUANTISE
+    float largest = kv_bits_to_float(top);
+    memset(a, 0, BLOCK * sizeof *a);
+    memset(sum, 0, BLOCK / GROUP * sizeof *sum);
+    if (top >= 0x7f800000u) return NAN;
+    if (largest < TINY) return 0.0f;
+    float inverse = 32767.0f / largest;
+    for (int k = 0; k < n; k++) a[k] = (int16_t)((x[k] * inverse + 12582912.0f) - 12582912.0f); /* 1.5 * 2^23: rounds */
+    for (int g = 0; g < BLOCK / GROUP; g++) {
+        int32_t t = 0;
+        for (int k = 0; k < GROUP; k++) t += a[g * GROUP + k];
+        sum[g] = (float)t;
+    }
+    return largest / 32767.0f;
+}
 
 /* `n` rows of `in` floats, `stride` apart, made ready for matrices of `kind`; `scratch` as kv_rows_bytes says. */
 KV_TARGET static void KV(prepare)(int kind, int in, const float *x, ptrdiff_t stride, int n, uint8_t *scratch,
                                   kv_rows *rows)
 {
-    int step = kv_block(kind);
     memset(rows, 0, sizeof *rows);
-    rows->blocks = (in + step - 1) / step;
+    rows->blocks = (in + BLOCK - 1) / BLOCK;
     if (kind == KV_F32 || (kind == KV_BF16 && in % 2 == 0)) {
         rows->x = x;
         rows->stride = stride;
@@ -52,23 +45,16 @@ KV_TARGET static void KV(prepare)(int kind, int in, const float *x, ptrdiff_t st
         }
         return;
     }
-    rows->stride = rows->blocks * step;
+    ptrdiff_t cells = n * rows->blocks;
+    rows->stride = rows->blocks * BLOCK;
     rows->unit = (float *)scratch;
-    rows->sum = rows->unit + kv_up(n * rows->blocks, 16);
-    rows->a16 = (int16_t *)(rows->sum + kv_up(n * rows->blocks, 16));
-    rows->a8 = (int8_t *)rows->a16;
+    rows->sum = rows->unit + kv_up(cells, 16);
+    rows->a = (int16_t *)(rows->sum + kv_up(4 * cells, 16));
     for (int r = 0; r < n; r++)
         for (int b = 0; b < rows->blocks; b++) {
-            const float *from = x + r * stride + b * step;
-            ptrdiff_t at = r * rows->stride + b * step, cell = r * rows->blocks + b;
-            int width = kv_min(step, in - b * step);
-            int32_t sum;
-            if (kind == KV_INT8) {
-                rows->unit[cell] = KV(quantise16)(from, width, rows->a16 + at, step, &sum);
-            } else {
-                rows->unit[cell] = KV(quantise8)(from, width, rows->a8 + at, step, &sum);
-                rows->sum[cell] = (float)sum * rows->unit[cell];
-            }
+            ptrdiff_t cell = r * rows->blocks + b;
+            rows->unit[cell] = KV(quantise)(x + r * stride + b * BLOCK, kv_min(BLOCK, in - b * BLOCK),
+                                            rows->a + cell * BLOCK, rows->sum + 4 * cell);
         }
 }
 
@@ -76,22 +62,21 @@ KV_TARGET static void KV(prepare)(int kind, int in, const float *x, ptrdiff_t st
 KV_TARGET static void KV(linear)(const kv_matrix *m, const kv_rows *rows, int n, float *y, ptrdiff_t stride, int begin,
                                  int end, float *total)
 {
-    int step = kv_block(m->kind);
     const uint8_t *w = m->data + begin * kv_panel_bytes(m->kind, m->in);
     for (int p = begin; p < end; p++) {
         memset(total, 0, (size_t)n * PANEL * 4);
         for (int b = 0; b < rows->blocks; b++) {
-            int width = kv_min(step, m->in - b * step);
-            ptrdiff_t at = (ptrdiff_t)b * step;
+            int width = kv_min(BLOCK, m->in - b * BLOCK);
+            ptrdiff_t at = (ptrdiff_t)b * BLOCK;
             switch (m->kind) {
             case KV_F32: KV(tile_f32)(n, w, rows->x + at, rows->stride, width, total); break;
             case KV_BF16: KV(tile_bf16)(n, w, rows->x + at, rows->stride, width, total); break;
             case KV_INT8:
-                KV(tile_int8)(n, w, rows->a16 + at, rows->stride, width, rows->unit + b, rows->blocks, total);
+                KV(tile_int8)(n, w, rows->a + at, rows->stride, width, rows->unit + b, rows->blocks, total);
                 break;
             default:
                 KV(tile_int4)
-                (n, w, rows->a8 + at, rows->stride, width, rows->unit + b, rows->sum + b, rows->blocks, total);
+                (n, w, rows->a + at, rows->stride, width, rows->unit + b, rows->sum + 4 * b, rows->blocks, total);
             }
             w += kv_block_bytes(m->kind, width);
         }

@@ -36,18 +36,14 @@
 #define v_bf16(p) \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define u_load(p) _mm256_loadu_si256((const __m256i *)(p))
-#define u_low4(u) _mm256_and_si256(u, _mm256_set1_epi8(15))
-#define u_high4(u) _mm256_and_si256(_mm256_srli_epi16(u, 4), _mm256_set1_epi8(15))
+#define u_four(u, i) \
+    (i == 3 ? _mm256_srli_epi16(u, 12) : _mm256_and_si256(_mm256_srli_epi16(u, 4 * i), _mm256_set1_epi16(15)))
 #define W8 __m256i
 #define S8 __m256i
 #define s8_zero() _mm256_setzero_si256()
 #define s8_load(p) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p)))
 #define s8_dot(s, w, pair) _mm256_add_epi32(s, _mm256_madd_epi16(w, _mm256_set1_epi32(pair)))
 #define s8_value(s) _mm256_cvtepi32_ps(s)
-#define S4 __m256i /* 16-bit pairs: eight steps of at most 2 * 15 * 127 fit */
-#define s4_zero() _mm256_setzero_si256()
-#define s4_dot(s, w, four) _mm256_add_epi16(s, _mm256_maddubs_epi16(w, _mm256_set1_epi32(four)))
-#define s4_value(s) _mm256_cvtepi32_ps(_mm256_madd_epi16(s, _mm256_set1_epi16(1)))
 #include "vector.h"
 #include "body.h"
 #undef KV
@@ -69,18 +65,13 @@
 #undef v_high16
 #undef v_bf16
 #undef u_load
-#undef u_low4
-#undef u_high4
+#undef u_four
 #undef W8
 #undef S8
 #undef s8_zero
 #undef s8_load
 #undef s8_dot
 #undef s8_value
-#undef S4
-#undef s4_zero
-#undef s4_dot
-#undef s4_value
 
 /* ---- AVX-512, without and with VNNI ---- */
 #define VL 16
@@ -101,34 +92,26 @@
 #define v_bf16(p) \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define u_load(p) _mm512_loadu_si512((const void *)(p))
-#define u_low4(u) _mm512_and_si512(u, _mm512_set1_epi8(15))
-#define u_high4(u) _mm512_and_si512(_mm512_srli_epi16(u, 4), _mm512_set1_epi8(15))
+#define u_four(u, i) \
+    (i == 3 ? _mm512_srli_epi16(u, 12) : _mm512_and_si512(_mm512_srli_epi16(u, 4 * i), _mm512_set1_epi16(15)))
 #define W8 __m512i
 #define S8 __m512i
 #define s8_zero() _mm512_setzero_si512()
 #define s8_load(p) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p)))
 #define s8_value(s) _mm512_cvtepi32_ps(s)
-#define S4 __m512i
-#define s4_zero() _mm512_setzero_si512()
 
 #define KV(name) avx512_##name
 #define KV_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define s8_dot(s, w, pair) _mm512_add_epi32(s, _mm512_madd_epi16(w, _mm512_set1_epi32(pair)))
-#define s4_dot(s, w, four) _mm512_add_epi16(s, _mm512_maddubs_epi16(w, _mm512_set1_epi32(four)))
-#define s4_value(s) _mm512_cvtepi32_ps(_mm512_madd_epi16(s, _mm512_set1_epi16(1)))
 #include "vector.h"
 #include "body.h"
 #undef KV
 #undef KV_TARGET
 #undef s8_dot
-#undef s4_dot
-#undef s4_value
 
 #define KV(name) vnni_##name
 #define KV_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
 #define s8_dot(s, w, pair) _mm512_dpwssd_epi32(s, w, _mm512_set1_epi32(pair))
-#define s4_dot(s, w, four) _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(four))
-#define s4_value(s) _mm512_cvtepi32_ps(s)
 #include "vector.h"
 #include "body.h"
 #undef KV
@@ -140,7 +123,6 @@
 
 /* ---- NEON ---- */
 typedef struct { int32x4_t a, b; } kv_pairs32; /* outputs 0 and 1, outputs 2 and 3; two partial sums each */
-typedef struct { int16x8_t a, b; } kv_fours16; /* outputs 0 and 1, outputs 2 and 3; four partial sums each */
 
 KV_INLINE kv_pairs32 neon_s8_dot(kv_pairs32 s, int16x8_t w, int32_t pair)
 {
@@ -150,13 +132,10 @@ KV_INLINE kv_pairs32 neon_s8_dot(kv_pairs32 s, int16x8_t w, int32_t pair)
     return s;
 }
 
-KV_INLINE kv_fours16 neon_s4_dot(kv_fours16 s, uint8x16_t w, int32_t four)
+KV_INLINE int16x8_t neon_u_four(uint8x16_t u, int shift)
 {
-    int8x8_t x = vreinterpret_s8_s32(vdup_n_s32(four));
-    int8x16_t q = vreinterpretq_s8_u8(w);
-    s.a = vmlal_s8(s.a, vget_low_s8(q), x);
-    s.b = vmlal_s8(s.b, vget_high_s8(q), x);
-    return s;
+    uint16x8_t moved = vshlq_u16(vreinterpretq_u16_u8(u), vdupq_n_s16((int16_t)-shift));
+    return vreinterpretq_s16_u16(vandq_u16(moved, vdupq_n_u16(15)));
 }
 
 #define KV(name) neon_##name
@@ -178,18 +157,13 @@ KV_INLINE kv_fours16 neon_s4_dot(kv_fours16 s, uint8x16_t w, int32_t four)
 #define v_high16(u) vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(u), vdupq_n_u32(0xffff0000u)))
 #define v_bf16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))
 #define u_load(p) vld1q_u8(p)
-#define u_low4(u) vandq_u8(u, vdupq_n_u8(15))
-#define u_high4(u) vshrq_n_u8(u, 4)
+#define u_four(u, i) neon_u_four(u, 4 * i)
 #define W8 int16x8_t
 #define S8 kv_pairs32
 #define s8_zero() ((kv_pairs32){vdupq_n_s32(0), vdupq_n_s32(0)})
 #define s8_load(p) vmovl_s8(vld1_s8((const int8_t *)(p)))
 #define s8_dot(s, w, pair) neon_s8_dot(s, w, pair)
 #define s8_value(s) vcvtq_f32_s32(vpaddq_s32(s.a, s.b))
-#define S4 kv_fours16
-#define s4_zero() ((kv_fours16){vdupq_n_s16(0), vdupq_n_s16(0)})
-#define s4_dot(s, w, four) neon_s4_dot(s, w, four)
-#define s4_value(s) vcvtq_f32_s32(vpaddq_s32(vpaddlq_s16(s.a), vpaddlq_s16(s.b)))
 #include "vector.h"
 #include "body.h"
 #undef KV
@@ -262,9 +236,9 @@ KV_API int64_t kv_packed_bytes(int32_t kind, int32_t out, int32_t in)
 
 typedef struct {
     int kind, out, in;
-    uint8_t *values;   /* f32, bf16, int8: [out][in]; int4: [out][ceil(in/32) * 16] */
-    uint8_t *scale;    /* int8: float [out][blocks]; int4: bf16 [out][blocks] */
-    uint8_t *minimum;  /* int4: bf16 [out][blocks] */
+    uint8_t *values;  /* f32, bf16, int8: [out][in]; int4: [out][ceil(in/32) * 16] */
+    uint8_t *scale;   /* int8: float [out][ceil(in/128)]; int4: bf16 [out][ceil(in/32)] */
+    uint8_t *minimum; /* int4: bf16 [out][ceil(in/32)] */
 } kv_plain;
 
 /* One element between the plain and the packed form, in the direction `unpack` says. */
@@ -277,25 +251,27 @@ typedef struct {
             *packed_ = *plain_;                                  \
     } while (0)
 
-static void kv_move_int4(const kv_plain *m, int o, int b, int width, uint8_t *q, int lane, int unpack)
+static void kv_move_int4(const kv_plain *m, ptrdiff_t o, int g, int width, uint8_t *packed, int lane, int unpack)
 {
-    uint8_t *group = m->values + (ptrdiff_t)o * ((m->in + 31) / 32 * 16) + b * 16;
+    ptrdiff_t groups = (m->in + GROUP - 1) / GROUP, cell = o * groups + g;
+    uint8_t *group = m->values + cell * (GROUP / 2), *q = packed + PANEL * 4 + lane * 4;
+    MOVE(uint16_t, m->scale + cell * 2, packed + lane * 2);
+    MOVE(uint16_t, m->minimum + cell * 2, packed + PANEL * 2 + lane * 2);
     for (int e = 0; e < width; e++) {
-        uint8_t *plain = group + (e & 15), *packed = q + e / 8 * PANEL * 4 + lane * 4 + (e & 3);
-        int plain_shift = e & 16 ? 4 : 0, packed_shift = e & 4 ? 4 : 0;
+        uint8_t *plain = group + (e & 15), *at = q + e / 8 * PANEL * 4 + 2 * (e & 1) + (e >> 2 & 1);
+        int plain_shift = e & 16 ? 4 : 0, shift = e & 2 ? 4 : 0;
         if (unpack)
-            *plain = (uint8_t)(*plain | ((*packed >> packed_shift) & 15) << plain_shift);
+            *plain = (uint8_t)(*plain | (*at >> shift & 15) << plain_shift);
         else
-            *packed = (uint8_t)(*packed | ((*plain >> plain_shift) & 15) << packed_shift);
+            *at = (uint8_t)(*at | (*plain >> plain_shift & 15) << shift);
     }
 }
 
-static void kv_move_block(const kv_plain *m, int p, int b, uint8_t *packed, int unpack)
+static void kv_move_block(const kv_plain *m, int p, int b, int width, uint8_t *packed, int unpack)
 {
-    int step = kv_block(m->kind), width = kv_min(step, m->in - b * step);
-    int lanes = kv_min(PANEL, m->out - p * PANEL), blocks = (m->in + step - 1) / step;
+    int lanes = kv_min(PANEL, m->out - p * PANEL), blocks = (m->in + BLOCK - 1) / BLOCK;
     for (int lane = 0; lane < lanes; lane++) {
-        ptrdiff_t o = (ptrdiff_t)p * PANEL + lane, at = o * m->in + b * step, cell = o * blocks + b;
+        ptrdiff_t o = (ptrdiff_t)p * PANEL + lane, at = o * m->in + b * BLOCK;
         switch (m->kind) {
         case KV_F32:
             for (int k = 0; k < width; k++) MOVE(uint32_t, m->values + (at + k) * 4, packed + (k * PANEL + lane) * 4);
@@ -305,14 +281,14 @@ static void kv_move_block(const kv_plain *m, int p, int b, uint8_t *packed, int 
                 MOVE(uint16_t, m->values + (at + k) * 2, packed + (k / 2 * PANEL + lane) * 4 + k % 2 * 2);
             break;
         case KV_INT8:
-            MOVE(uint32_t, m->scale + cell * 4, packed + lane * 4);
+            MOVE(uint32_t, m->scale + (o * blocks + b) * 4, packed + lane * 4);
             for (int k = 0; k < width; k++)
                 MOVE(uint8_t, m->values + at + k, packed + PANEL * 4 + (k / 2 * PANEL + lane) * 2 + k % 2);
             break;
         default:
-            MOVE(uint16_t, m->scale + cell * 2, packed + lane * 2);
-            MOVE(uint16_t, m->minimum + cell * 2, packed + PANEL * 2 + lane * 2);
-            kv_move_int4(m, (int)o, b, width, packed + PANEL * 4, lane, unpack);
+            for (int k = 0; k < width; k += GROUP)
+                kv_move_int4(m, o, (b * BLOCK + k) / GROUP, kv_min(GROUP, width - k),
+                             packed + k / GROUP * kv_block_bytes(KV_INT4, GROUP), lane, unpack);
         }
     }
 }
@@ -322,21 +298,22 @@ KV_API void kv_repack(int32_t kind, int32_t out, int32_t in, void *values, void 
                       int32_t begin, int32_t end, int32_t unpack)
 {
     kv_plain m = {kind, out, in, values, scale, minimum};
-    int step = kv_block(kind), blocks = (in + step - 1) / step;
+    int blocks = (in + BLOCK - 1) / BLOCK;
     uint8_t *at = (uint8_t *)packed + begin * kv_panel_bytes(kind, in);
     for (int p = begin; p < end; p++)
         for (int b = 0; b < blocks; b++) {
-            kv_move_block(&m, p, b, at, unpack);
-            at += kv_block_bytes(kind, kv_min(step, in - b * step));
+            int width = kv_min(BLOCK, in - b * BLOCK);
+            kv_move_block(&m, p, b, width, at, unpack);
+            at += kv_block_bytes(kind, width);
         }
 }
 
 /* ---- products ---- */
 static ptrdiff_t kv_rows_bytes(int kind, int in, int n)
 {
-    ptrdiff_t step = kv_block(kind), blocks = (in + step - 1) / step;
+    ptrdiff_t cells = (ptrdiff_t)n * ((in + BLOCK - 1) / BLOCK);
     if (kind == KV_F32 || kind == KV_BF16) return kv_up((ptrdiff_t)n * (in + 1) * 4, 64);
-    return 2 * kv_up(n * blocks, 16) * 4 + kv_up((ptrdiff_t)n * blocks * step * 2, 64);
+    return (kv_up(cells, 16) + kv_up(4 * cells, 16)) * 4 + cells * BLOCK * 2;
 }
 
 KV_API int64_t kv_linear_scratch(const kv_matrix *m, int32_t n)

@@ -38,22 +38,27 @@ KV_TARGET static void KV(tile_int8)(int rows, const uint8_t *w, const int16_t *a
     }
 }
 
-KV_TARGET static void KV(tile_int4)(int rows, const uint8_t *w, const int8_t *a, ptrdiff_t stride, int n,
+KV_TARGET static void KV(tile_int4)(int rows, const uint8_t *w, const int16_t *a, ptrdiff_t stride, int n,
                                     const float *unit, const float *sum, ptrdiff_t blocks, float *total)
 {
-    const uint16_t *scale = (const uint16_t *)w, *minimum = scale + PANEL;
-    for (int r = 0; r < rows; r++, a += stride, unit += blocks, sum += blocks, total += PANEL) {
-        const uint8_t *q = w + PANEL * 4;
-        int32_t s[PANEL] = {0};
-        for (int k = 0; k < n; k += 8, q += 4 * PANEL)
-            for (int o = 0; o < PANEL; o++)
-                for (int j = 0; j < 4; j++)
-                    s[o] += (q[4 * o + j] & 15) * a[k + j] + (q[4 * o + j] >> 4) * a[k + 4 + j];
-        for (int o = 0; o < PANEL; o++) {
-            float step = kv_bits_to_float((uint32_t)scale[o] << 16);
-            float low = kv_bits_to_float((uint32_t)minimum[o] << 16);
-            total[o] = fmaf((float)s[o], step * unit[0], total[o]);
-            total[o] = fmaf(low, sum[0], total[o]);
+    for (int r = 0; r < rows; r++, a += stride, unit += blocks, sum += 4 * blocks, total += PANEL) {
+        const uint8_t *group = w;
+        float part[PANEL] = {0};
+        for (int g = 0; g < n; g += GROUP) {
+            const uint16_t *scale = (const uint16_t *)group, *minimum = scale + PANEL;
+            const uint32_t *q = (const uint32_t *)(group + PANEL * 4);
+            int32_t s[PANEL] = {0};
+            for (int k = g; k < kv_min(g + GROUP, n); k += 8, q += PANEL)
+                for (int o = 0; o < PANEL; o++)
+                    for (int i = 0; i < 4; i++)
+                        s[o] += (int32_t)(q[o] >> 4 * i & 15) * a[k + 2 * i] +
+                                (int32_t)(q[o] >> (16 + 4 * i) & 15) * a[k + 2 * i + 1];
+            for (int o = 0; o < PANEL; o++) {
+                part[o] = fmaf((float)s[o], kv_bits_to_float((uint32_t)scale[o] << 16), part[o]);
+                part[o] = fmaf(kv_bits_to_float((uint32_t)minimum[o] << 16), sum[g / GROUP], part[o]);
+            }
+            group = (const uint8_t *)q;
         }
+        for (int o = 0; o < PANEL; o++) total[o] = fmaf(part[o], unit[0], total[o]);
     }
 }

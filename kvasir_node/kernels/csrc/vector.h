@@ -3,9 +3,9 @@
  *   v_zero v_load v_store v_set v_fma v_add v_mul     fp32; v_fma(a, b, c) = a * b + c, rounded once
  *   v_low16(U), v_high16(U)                           the bf16 in the low or high half of each lane
  *   v_bf16(p)                                         VL bf16 from memory
- *   u_load, u_low4, u_high4                           32-bit lanes; low and high four bits of each byte
- *   S8 s8_zero s8_load(p) s8_dot(s, w, pair) s8_value sums of int8 x int16 pairs
- *   S4 s4_zero s4_dot(s, w, four) s4_value            sums of uint4 x int8 fours, 32 inputs at most
+ *   W8, s8_load(p)                                    pairs of int8 as pairs of int16, one pair a 32-bit lane
+ *   u_load(p), u_four(U, i)                           32-bit lanes; bits 4i to 4i + 3 of their 16-bit halves as W8
+ *   S8 s8_zero s8_dot(s, w, pair) s8_value            exact sums of products of int16 pairs
  *   WIDE, NARROW    vectors of a panel taken at once for one row, and for several
  *   MANY            rows of the largest tile: 8 or 4
  * A tile holds R rows by C vectors in registers; R and C are constants where it is inlined. */
@@ -95,39 +95,54 @@ KV_TARGET KV_INLINE void KV(int8_rc)(const int R, const int C, const uint8_t *w,
     }
 }
 
-KV_TARGET KV_INLINE void KV(int4_rc)(const int R, const int C, const uint8_t *w, int c0, const int8_t *a,
+/* Four bits of each 16-bit half times the pair of inputs that they belong to. */
+#define STEP4(i)                                                              \
+    {                                                                         \
+        W8 wv[WIDE];                                                          \
+        for (int c = 0; c < C; c++) wv[c] = u_four(both[c], i);               \
+        for (int r = 0; r < R; r++) {                                         \
+            int32_t pair = kv_load32(a + r * stride + k + 2 * i);             \
+            for (int c = 0; c < C; c++) s[r][c] = s8_dot(s[r][c], wv[c], pair); \
+        }                                                                     \
+    }
+
+KV_TARGET KV_INLINE void KV(int4_rc)(const int R, const int C, const uint8_t *w, int c0, const int16_t *a,
                                      ptrdiff_t stride, int n, const float *unit, const float *sum, ptrdiff_t blocks,
                                      float *total)
 {
-    const ptrdiff_t ahead = R == 1 ? AHEAD : PANEL * n * 2; /* four blocks: they are short */
-    S4 s[MANY][WIDE];
+    const ptrdiff_t ahead = R == 1 ? AHEAD : kv_block_bytes(KV_INT4, BLOCK);
+    V part[MANY][WIDE];
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) s[r][c] = s4_zero();
-    const uint8_t *q = w + PANEL * 4 + c0 * 4;
-    for (int k = 0; k < n; k += 8, q += PANEL * 4) {
-        U low[WIDE], high[WIDE];
-        for (int c = 0; c < C; c += 16 / VL) PREFETCH(q + c * VL * 4);
+        for (int c = 0; c < C; c++) part[r][c] = v_zero();
+    for (int g = 0; g < n; g += GROUP) {
+        S8 s[MANY][WIDE];
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) s[r][c] = s8_zero();
+        const uint8_t *q = w + PANEL * 4 + c0 * 4;
+        for (int k = g; k < kv_min(g + GROUP, n); k += 8, q += PANEL * 4) {
+            U both[WIDE];
+            for (int c = 0; c < C; c += 16 / VL) PREFETCH(q + c * VL * 4);
+            for (int c = 0; c < C; c++) both[c] = u_load(q + c * VL * 4);
+            STEP4(0)
+            STEP4(1)
+            STEP4(2)
+            STEP4(3)
+        }
+        const uint16_t *scales = (const uint16_t *)w + c0;
         for (int c = 0; c < C; c++) {
-            U both = u_load(q + c * VL * 4);
-            low[c] = u_low4(both);
-            high[c] = u_high4(both);
+            V scale = v_bf16(scales + c * VL), low = v_bf16(scales + PANEL + c * VL);
+            for (int r = 0; r < R; r++) {
+                part[r][c] = v_fma(s8_value(s[r][c]), scale, part[r][c]);
+                part[r][c] = v_fma(low, v_set(sum[4 * r * blocks + g / GROUP]), part[r][c]);
+            }
         }
-        for (int r = 0; r < R; r++) {
-            int32_t a0 = kv_load32(a + r * stride + k), a1 = kv_load32(a + r * stride + k + 4);
-            for (int c = 0; c < C; c++) s[r][c] = s4_dot(s[r][c], low[c], a0);
-            for (int c = 0; c < C; c++) s[r][c] = s4_dot(s[r][c], high[c], a1);
-        }
+        w = q - c0 * 4;
     }
-    for (int c = 0; c < C; c++) {
-        const uint16_t *scales = (const uint16_t *)w + c0 + c * VL;
-        V scale = v_bf16(scales), low = v_bf16(scales + PANEL);
-        for (int r = 0; r < R; r++) {
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
             float *t = total + r * PANEL + c0 + c * VL;
-            V step = v_mul(scale, v_set(unit[r * blocks]));
-            V value = v_fma(s4_value(s[r][c]), step, v_load(t));
-            v_store(t, v_fma(low, v_set(sum[r * blocks]), value));
+            v_store(t, v_fma(part[r][c], v_set(unit[r * blocks]), v_load(t)));
         }
-    }
 }
 
 /* Rows in tiles of MANY, 4, 2 and 1; the panel's columns in steps of NARROW vectors (one row: WIDE). */
@@ -167,15 +182,16 @@ KV_TARGET static void KV(tile_int8)(int rows, const uint8_t *w, const int16_t *a
 #undef CALL
 }
 
-KV_TARGET static void KV(tile_int4)(int rows, const uint8_t *w, const int8_t *a, ptrdiff_t stride, int n,
+KV_TARGET static void KV(tile_int4)(int rows, const uint8_t *w, const int16_t *a, ptrdiff_t stride, int n,
                                     const float *unit, const float *sum, ptrdiff_t blocks, float *total)
 {
-#define CALL(R, C) \
-    KV(int4_rc)(R, C, w, c, a + r * stride, stride, n, unit + r * blocks, sum + r * blocks, blocks, total + r * PANEL);
+#define CALL(R, C)                                                                                                    \
+    KV(int4_rc)(R, C, w, c, a + r * stride, stride, n, unit + r * blocks, sum + 4 * r * blocks, blocks, total + r * PANEL);
     EACH_TILE(CALL)
 #undef CALL
 }
 
+#undef STEP4
 #undef EACH_TILE
 #undef PREFETCH
 #undef AHEAD

@@ -1,0 +1,229 @@
+"""WebSocket messages without I/O (RFC 6455): bytes in, whole binary messages out, and the other way round.
+
+Knows framing, masks and the protocol's own limits, for either side; no extensions. One read of a socket may
+hold many messages, and one message many reads: each payload byte is copied once, and unmasked in place by
+compiled code. What messages mean is elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from aiohttp._websocket.helpers import websocket_mask
+
+from .errors import RemoteProtocolError
+
+Buffer = bytes | bytearray | memoryview
+"""Bytes that are read, never changed."""
+
+BINARY: Final = 0x2
+CLOSE: Final = 0x8
+PING: Final = 0x9
+PONG: Final = 0xA
+
+_CONTINUATION: Final = 0x0
+_TEXT: Final = 0x1
+_WHOLE_BINARY: Final = 0x82  # final fragment, binary
+_MAX_CONTROL: Final = 125
+_SHORT: Final = struct.Struct(">BB")
+_MEDIUM: Final = struct.Struct(">BBH")
+_LONG: Final = struct.Struct(">BBQ")
+_MASKS_AT_ONCE: Final = 1024
+
+
+class MessageReader:
+    """What arrives from one peer, cut into messages.
+
+    `deliver(payload)` is called for each binary message, `control(opcode, payload)` for close, ping and pong,
+    both within `feed`. `masked`: whether the peer is a client. `max_bytes`: longest message.
+    """
+
+    __slots__ = (
+        "_body",
+        "_control",
+        "_deliver",
+        "_filled",
+        "_first",
+        "_mask",
+        "_masked",
+        "_max_bytes",
+        "_message",
+        "_stopped",
+        "_tail",
+    )
+
+    def __init__(
+        self,
+        deliver: Callable[[bytes | bytearray], None],
+        control: Callable[[int, bytes], None],
+        *,
+        masked: bool,
+        max_bytes: int,
+    ) -> None:
+        self._deliver, self._control = deliver, control
+        self._masked, self._max_bytes = masked, max_bytes
+        self._stopped = False
+        self._tail = b""  # the beginning of a header
+        self._body: bytearray | None = None  # a payload that is not complete yet
+        self._filled = 0
+        self._first = 0
+        self._mask = b""
+        self._message: bytearray | None = None  # the fragments so far of one message
+
+    def stop(self) -> None:
+        """Read nothing more, not even what has arrived."""
+        self._stopped = True
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream. Raises `RemoteProtocolError`; nothing more is read then."""
+        if self._stopped:
+            return
+        try:
+            position = self._fill(data) if self._body is not None else 0
+            if self._tail:
+                data, self._tail = self._tail + data, b""
+            self._parse(data, position)
+        except RemoteProtocolError:
+            self._stopped = True
+            raise
+
+    def _parse(self, data: bytes, position: int) -> None:
+        end = len(data)
+        masked, deliver = self._masked, self._deliver
+        view = memoryview(data)
+        while end - position >= 2 and not self._stopped:
+            first, second = data[position], data[position + 1]
+            size, start = second & 0x7F, position + 2
+            if size >= 126:
+                start += 2 if size == 126 else 8
+                if start > end:
+                    break
+                size = self._long_size(size, data[position + 2 : start])
+            self._check(first, second, size)
+            mask = b""
+            if masked:
+                mask = data[start : start + 4]
+                start += 4
+                if start > end:
+                    break
+            position = start + size
+            if position > end:
+                self._begin(first, mask, size, view[start:])
+                return
+            body: bytes | bytearray
+            if masked:
+                body = bytearray(view[start:position])
+                websocket_mask(mask, body)
+            else:
+                body = data[start:position]
+            if first == _WHOLE_BINARY:
+                deliver(body)
+            else:
+                self._take(first, body)
+        if not self._stopped and position < end:
+            self._tail = data[position:]
+
+    def _long_size(self, kind: int, field: bytes) -> int:
+        size = int.from_bytes(field, "big")
+        if size < (126 if kind == 126 else 1 << 16):
+            raise RemoteProtocolError("a malformed WebSocket message: its length is not in the shortest form")
+        return size
+
+    def _check(self, first: int, second: int, size: int) -> None:
+        """Everything that a header alone can get wrong."""
+        if size > self._max_bytes:
+            raise RemoteProtocolError(f"a message of {size} bytes: the bound is {self._max_bytes}")
+        if (second >= 0x80) is not self._masked:
+            raise RemoteProtocolError("a malformed WebSocket message: clients mask and servers do not")
+        if first == _WHOLE_BINARY and self._message is None:
+            return
+        opcode, final = first & 0x0F, first >= 0x80
+        if first & 0x70 or opcode not in (_CONTINUATION, _TEXT, BINARY, CLOSE, PING, PONG):
+            raise RemoteProtocolError(f"a malformed WebSocket message: its first byte is {first:#04x}")
+        if opcode >= CLOSE:
+            if not final or size > _MAX_CONTROL:
+                raise RemoteProtocolError("a malformed WebSocket message: a fragmented or long control frame")
+        elif opcode == _TEXT:
+            raise RemoteProtocolError("frames are binary messages")
+        elif (opcode == _CONTINUATION) is (self._message is None):
+            raise RemoteProtocolError("a malformed WebSocket message: fragments out of order")
+        elif self._message is not None and len(self._message) + size > self._max_bytes:
+            raise RemoteProtocolError(f"a message of more than {self._max_bytes} bytes")
+
+    def _begin(self, first: int, mask: bytes, size: int, part: memoryview) -> None:
+        """Keep the first part of a payload whose rest is still on its way."""
+        self._body = body = bytearray(size)
+        self._first, self._mask, self._filled = first, mask, len(part)
+        body[: len(part)] = part
+
+    def _fill(self, data: bytes) -> int:
+        """Add to the payload that is not complete; how many bytes of `data` it took."""
+        body = self._body
+        assert body is not None
+        taken = min(len(body) - self._filled, len(data))
+        body[self._filled : self._filled + taken] = data if taken == len(data) else memoryview(data)[:taken]
+        self._filled += taken
+        if self._filled == len(body):
+            self._body = None
+            if self._masked:
+                websocket_mask(self._mask, body)
+            if self._first == _WHOLE_BINARY:
+                self._deliver(body)
+            else:
+                self._take(self._first, body)
+        return taken
+
+    def _take(self, first: int, body: bytes | bytearray) -> None:
+        """A frame that is not a whole binary message."""
+        opcode = first & 0x0F
+        if opcode >= CLOSE:
+            self._control(opcode, bytes(body))
+            return
+        if self._message is None:
+            self._message = bytearray()
+        self._message += body
+        if first >= 0x80:
+            whole, self._message = self._message, None
+            self._deliver(whole)
+
+
+class MaskSource:
+    """Masking keys that cannot be foreseen (RFC 6455 section 5.3), drawn from the system many at a time."""
+
+    __slots__ = ("_left", "_pool")
+
+    def __init__(self) -> None:
+        self._pool = b""
+        self._left = 0
+
+    def next(self) -> bytes:
+        """Four fresh random bytes."""
+        if not self._left:
+            self._pool, self._left = os.urandom(4 * _MASKS_AT_ONCE), _MASKS_AT_ONCE
+        self._left -= 1
+        return self._pool[4 * self._left : 4 * self._left + 4]
+
+
+def header(size: int, *, opcode: int = BINARY, mask: bytes = b"") -> bytes:
+    """What goes before the `size` payload bytes of a whole message; a client gives its 4-byte `mask`."""
+    masked = 0x80 if mask else 0
+    if size < 126:
+        return _SHORT.pack(0x80 | opcode, masked | size) + mask
+    if size < 1 << 16:
+        return _MEDIUM.pack(0x80 | opcode, masked | 126, size) + mask
+    return _LONG.pack(0x80 | opcode, masked | 127, size) + mask
+
+
+def masked_body(mask: bytes, *parts: Buffer) -> bytearray:
+    """The parts, joined and masked: a client's payload."""
+    body = bytearray().join(parts)
+    websocket_mask(mask, body)
+    return body
+
+
+def close_payload(status: int, reason: bytes = b"") -> bytes:
+    """The payload of a close frame (RFC 6455 section 5.5.1)."""
+    return status.to_bytes(2, "big") + reason[: _MAX_CONTROL - 2]

@@ -1,0 +1,451 @@
+"""One WebSocket connection, either side, without tasks: messages in by a callback, writes straight out.
+
+Theory of operation. aiohttp carries the HTTP request that asks for the upgrade (TLS, proxies, redirects and
+headers are its business). Then `accept` and `dial` take the transport over: what it reads goes through a
+`MessageReader` to a handler within the same call, and what is written goes to it behind a header, so a frame
+crosses a relay without a task, a queue or a lock. Until a handler is attached, messages wait for `receive`,
+and reading pauses while many do. Knows nothing of what messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from .errors import KvasirError, Refused, RemoteProtocolError, Unreachable
+from .websocket import (
+    BINARY,
+    CLOSE,
+    PING,
+    PONG,
+    Buffer,
+    MaskSource,
+    MessageReader,
+    close_payload,
+    header,
+    masked_body,
+)
+
+NORMAL: Final = 1000
+GOING_AWAY: Final = 1001
+POLICY: Final = 1008
+
+WRITE_HIGH: Final = 256 * 1024
+"""Bytes the transport may hold before writers are asked to wait; also what it writes in one system call."""
+
+QUEUE_HIGH: Final = 1 << 20
+"""Bytes that may wait for `receive` before reading pauses."""
+
+CLOSE_GRACE_S: Final = 2.0
+"""How long a closing connection may take to write what is left."""
+
+TURN_BYTES: Final = 1 << 20
+"""What one connection may hand on before the others get their turn."""
+
+_JOIN_BELOW: Final = 2048
+_ACCEPT_GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+_masks = MaskSource()
+log = structlog.get_logger("relay")
+
+
+class WebSocket(asyncio.Protocol):
+    """A connection after its upgrade. `end` is why it is over, or None; `status` the peer's close code."""
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        *,
+        client: bool,
+        max_bytes: int,
+        release: Callable[[Exception | None], None],
+    ) -> None:
+        self.transport = transport
+        self.end: KvasirError | None = None
+        self.status: int | None = None
+        self._client = client
+        self._release = release
+        self._loop = asyncio.get_running_loop()
+        self._reader = MessageReader(self._arrived, self._control, masked=not client, max_bytes=max_bytes)
+        self._handler: Callable[[bytes | bytearray], None] | None = None
+        self._on_error: Callable[[Exception], None] | None = None
+        self._on_end: Callable[[KvasirError], None] | None = None
+        self._on_pong: Callable[[], None] | None = None
+        self._on_writable: Callable[[], None] | None = None
+        self._queue: deque[bytes | bytearray] = deque()
+        self._queued = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._paused = False
+        self._writable: list[asyncio.Future[None]] = []
+        self._turn = 0
+        self._waiting = False  # reading pauses: the queue is full, or the others' turn has come
+        self._closing: asyncio.TimerHandle | None = None
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        """Done once the transport is gone."""
+
+    # --- reading ---
+
+    def attach(
+        self,
+        handler: Callable[[bytes | bytearray], None],
+        *,
+        on_error: Callable[[Exception], None] | None = None,
+        on_end: Callable[[KvasirError], None] | None = None,
+        on_writable: Callable[[], None] | None = None,
+    ) -> None:
+        """From now on `handler` takes each message as it arrives, those that wait first.
+
+        `on_error` is told what the handler raised, or what the peer's bytes broke, while it can still be
+        answered; nothing more is read, and the connection closes. `on_end` runs once, at the end, with the
+        reason; `on_writable` whenever there is room to write again.
+        """
+        self._handler, self._on_error, self._on_end = handler, on_error, on_end
+        self._on_writable = on_writable
+        waiting, self._queue = self._queue, deque()
+        self._queued = 0
+        try:
+            while waiting and self.end is None:
+                handler(waiting.popleft())
+        except Exception as error:
+            self._failed(error)
+        if self._waiting:
+            self._resume()
+        if self.lost.done() or (self.end is not None and self._closing is not None):
+            self._finish(Unreachable("the connection was closed"))
+
+    def watch_pongs(self, on_pong: Callable[[], None]) -> None:
+        """Have `on_pong` run at each WebSocket pong."""
+        self._on_pong = on_pong
+
+    async def receive(self) -> bytes | bytearray:
+        """The next message, while no handler is attached. Raises why there are no more."""
+        while not self._queue:
+            if self.end is not None:
+                raise self.end
+            assert self._waiter is None, "a connection has one reader"
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._queue.popleft()
+        self._queued -= len(message)
+        if self._waiting and self._queued < QUEUE_HIGH // 2:
+            self._resume()
+        return message
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self.end is not None:
+            return
+        if self._handler is not None:
+            if not self._turn:
+                self._loop.call_soon(self._next_turn)
+            self._turn += len(data)
+            if self._turn > TURN_BYTES and not self._waiting:
+                self._waiting = True
+                self.transport.pause_reading()
+        try:
+            self._reader.feed(data)
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """The boundary of this peer: whatever its bytes set off ends this connection alone."""
+        self._reader.stop()
+        if self._on_error is not None:
+            self._on_error(error)
+        elif not isinstance(error, KvasirError):
+            log.error("peer.crashed", exc_info=error)
+        if self.end is None:
+            self._finish(
+                error
+                if isinstance(error, KvasirError)
+                else RemoteProtocolError("an internal error", code="internal")
+            )
+            self.close(POLICY)
+
+    def _next_turn(self) -> None:
+        self._turn = 0
+        if self._waiting:
+            self._resume()
+
+    def _arrived(self, message: bytes | bytearray) -> None:
+        if self._handler is not None:
+            self._handler(message)
+            return
+        self._queue.append(message)
+        self._queued += len(message)
+        if self._queued > QUEUE_HIGH and not self._waiting:
+            self._waiting = True
+            self.transport.pause_reading()
+        self._wake()
+
+    def _control(self, opcode: int, payload: bytes) -> None:
+        if opcode == PING:
+            self._write(PONG, payload)
+        elif opcode == PONG:
+            if self._on_pong is not None:
+                self._on_pong()
+        elif opcode == CLOSE:
+            self.status = int.from_bytes(payload[:2], "big") if len(payload) >= 2 else 1005
+            self.close(self.status if self.status != 1005 else NORMAL)
+
+    def _resume(self) -> None:
+        self._waiting = False
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- writing ---
+
+    @property
+    def paused(self) -> bool:
+        """Whether the transport holds so much that writers should wait."""
+        return self._paused
+
+    def write(self, *parts: Buffer) -> None:
+        """Write one binary message, the parts joined. Raises `Unreachable` once the connection is over."""
+        if self.end is not None:
+            raise Unreachable(str(self.end), code=self.end.code)
+        if self._client:
+            mask = _masks.next()
+            body = masked_body(mask, *parts)
+            head = header(len(body), mask=mask)
+            if len(body) < _JOIN_BELOW:
+                self.transport.write(head + body)
+            else:
+                self.transport.writelines((head, body))
+            return
+        size = sum(map(len, parts))
+        if size < _JOIN_BELOW:
+            self.transport.write(b"".join((header(size), *parts)))
+        else:
+            self.transport.writelines((header(size), *parts))
+
+    async def drain(self) -> None:
+        """Return once the transport has room. Raises `Unreachable` if the connection ends before."""
+        while self._paused and self.end is None:
+            waiter = self._loop.create_future()
+            self._writable.append(waiter)
+            await waiter
+        if self.end is not None:
+            raise Unreachable(str(self.end), code=self.end.code)
+
+    def ping(self) -> None:
+        """Send a WebSocket ping; a connection that is over drops it."""
+        if self.end is None:
+            self._write(PING, b"")
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._paused = False
+        self._release_writers()
+        if self._on_writable is not None:
+            self._on_writable()
+
+    def _release_writers(self) -> None:
+        waiting, self._writable = self._writable, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _write(self, opcode: int, payload: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._client:
+            mask = _masks.next()
+            head, body = header(len(payload), opcode=opcode, mask=mask), bytes(masked_body(mask, payload))
+        else:
+            head, body = header(len(payload), opcode=opcode), payload
+        self.transport.write(head + body)
+
+    # --- the end ---
+
+    def close(self, status: int = NORMAL, reason: bytes = b"") -> None:
+        """Close in order: what was written is still sent, for `CLOSE_GRACE_S` at most."""
+        if not self.transport.is_closing():
+            self._write(CLOSE, close_payload(status, reason))
+            self.transport.close()
+            self._closing = self._loop.call_later(CLOSE_GRACE_S, self.transport.abort)
+        self._finish(Unreachable("the connection was closed"))
+
+    def abort(self, error: KvasirError | None = None) -> None:
+        """Cut the connection off; what waits to be written is dropped. `on_end` runs a little later."""
+        if self.end is None:
+            self.end = error or Unreachable("the connection was cut off")
+            self._reader.stop()
+        self.transport.abort()
+
+    def eof_received(self) -> bool:
+        """See `asyncio.Protocol`: half of a connection is none."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        if self._closing is not None:
+            self._closing.cancel()
+        self._finish(Unreachable(f"the connection was lost: {exc}" if exc else "the connection was closed"))
+        if not self.lost.done():
+            self.lost.set_result(None)
+        self._release(exc)
+
+    async def wait_closed(self) -> None:
+        """Return once the transport is gone."""
+        await asyncio.shield(self.lost)
+
+    def _finish(self, error: KvasirError) -> None:
+        if self.end is None:
+            self.end = error
+            self._reader.stop()
+        self._wake()
+        self._release_writers()
+        if self._on_end is not None:
+            on_end, self._on_end = self._on_end, None
+            on_end(self.end)
+
+
+class _Rest:
+    """Takes what aiohttp has read beyond the upgrade; it wants a parser's methods."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        self.data += data
+        return False, b""
+
+    def feed_eof(self) -> None:
+        pass
+
+    def set_exception(self, *_: object) -> None:
+        pass
+
+
+def _take_over(
+    transport: asyncio.Transport, protocol: Any, socket_of: Callable[[Callable[[Any], None]], WebSocket]
+) -> WebSocket:
+    """Put a WebSocket in the place of aiohttp's `protocol`, which is told of the end of the connection."""
+    rest = _Rest()
+    if isinstance(protocol, aiohttp.client_proto.ResponseHandler):
+        protocol.set_parser(rest, rest)
+    else:
+        protocol.set_parser(rest)
+    before = transport.get_protocol()
+    assert before is not None
+    socket = socket_of(before.connection_lost)
+    transport.set_protocol(socket)
+    transport.set_write_buffer_limits(high=WRITE_HIGH)
+    if rest.data:
+        socket.data_received(rest.data)
+    return socket
+
+
+async def accept(request: web.Request, *, max_bytes: int) -> tuple[web.StreamResponse, WebSocket]:
+    """Answer a request for an upgrade; the response for the handler to return at the end, and the socket.
+
+    Raises `web.HTTPException` for a request that is none, and `Unreachable` if the peer is gone already.
+    """
+    key = request.headers.get("Sec-WebSocket-Key", "")
+    if (
+        request.headers.get("Upgrade", "").strip().lower() != "websocket"
+        or "upgrade" not in request.headers.get("Connection", "").lower()
+        or request.headers.get("Sec-WebSocket-Version") != "13"
+        or len(key) != 24
+    ):
+        raise web.HTTPUpgradeRequired(
+            text="this address speaks WebSocket (RFC 6455), version 13\n",
+            headers={"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"},
+        )
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": _accept_of(key)}
+    response = web.StreamResponse(status=101, headers=headers)
+    await response.prepare(request)
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise Unreachable("the peer left during its upgrade")
+
+    def make(lost: Callable[[Any], None]) -> WebSocket:
+        return WebSocket(transport, client=False, max_bytes=max_bytes, release=lost)
+
+    return response, _take_over(transport, request.protocol, make)
+
+
+async def dial(http: aiohttp.ClientSession, url: str, *, max_bytes: int) -> WebSocket:
+    """Ask the server at `url` for an upgrade.
+
+    Raises `Refused` (HTTP 429 and 503, with their Retry-After) or `Unreachable`. The caller has a deadline.
+    """
+    key = base64.b64encode(os.urandom(16)).decode()
+    headers = {
+        "Upgrade": "websocket",
+        "Connection": "Upgrade",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": key,
+    }
+    timeout = aiohttp.ClientTimeout(total=None)
+    try:
+        response = await http.request("GET", url, headers=headers, read_until_eof=False, timeout=timeout)
+    except (aiohttp.ClientError, OSError) as error:
+        raise Unreachable(f"cannot reach {url}: {error}") from None
+    connection = response.connection
+    if (
+        response.status != 101
+        or connection is None
+        or response.headers.get("Upgrade", "").lower() != "websocket"
+        or response.headers.get("Sec-WebSocket-Accept") != _accept_of(key)
+    ):
+        response.close()
+        raise _http_refusal(url, response.status, response.headers.get("Retry-After", ""))
+    transport = cast(asyncio.Transport, connection.transport)
+    protocol = connection.protocol
+
+    def make(lost: Callable[[Any], None]) -> WebSocket:
+        def release(exc: Exception | None) -> None:
+            lost(exc)
+            response.close()
+
+        return WebSocket(transport, client=True, max_bytes=max_bytes, release=release)
+
+    if transport is None or transport.is_closing():
+        response.close()
+        raise Unreachable(f"{url} closed the connection at once")
+    return _take_over(transport, protocol, make)
+
+
+def _accept_of(key: str) -> str:
+    return base64.b64encode(hashlib.sha1(key.encode() + _ACCEPT_GUID).digest()).decode()
+
+
+def _http_refusal(url: str, status: int, after: str) -> KvasirError:
+    """What an HTTP status in place of a WebSocket means."""
+    retry_after = min(3600.0, float(after)) if after.isdigit() else None
+    if status == 429:
+        return Refused(
+            "quota", f"{url} has too many connections from here (HTTP status 429)", retry_after_s=retry_after
+        )
+    if status == 503:
+        return Refused(
+            "overloaded", f"{url} takes no connections now (HTTP status 503)", retry_after_s=retry_after
+        )
+    if status == 101:
+        return RemoteProtocolError(f"{url} answered the upgrade with a wrong key")
+    return Unreachable(f"{url} takes no WebSocket: it answered with HTTP status {status}")
+
+
+__all__ = ["BINARY", "GOING_AWAY", "NORMAL", "POLICY", "WebSocket", "accept", "dial"]

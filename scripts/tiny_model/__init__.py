@@ -1,0 +1,1 @@
+"""How the bundled model `kvasir-tiny` was made: `text`, `training`, `files`."""

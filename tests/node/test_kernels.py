@@ -1,0 +1,454 @@
+"""The C core: right, the same bits whatever the batch, instruction set or threads; absent without harm."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvasir_node.execution import check_batch_invariance, choose_execution, numerics_class
+from kvasir_node.experts import WindowExperts
+from kvasir_node.ffn import TORCH
+from kvasir_node.kernels import CpuKernel, PackedMatrix, load, open_kernel
+from kvasir_node.kernels.build import build, cache_folder, find_compiler
+from kvasir_node.kernels.cpu import _digest
+from kvasir_node.kernels.native import Library
+from kvasir_node.numerics import DenseMatrix, Matrix, quantise_int4, quantise_int8, to_fp32
+from kvasir_node.precision import quantise
+from kvasir_node.recipes import ExpertTensors
+from kvasir_node.residual import residual
+from market.plans import GateFormula
+
+from ..support.experts import SWIGLU, tiny_plan
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler on the path")
+
+KINDS = ("fp32", "bf16", "int8", "int4")
+PRECISIONS = {"fp32": "stored", "bf16": "bf16", "int8": "int8", "int4": "int4"}
+SHAPES = ((1, 1), (33, 31), (40, 203), (64, 256), (96, 129), (130, 640))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the library in it."""
+    compiler = find_compiler()
+    assert compiler is not None
+    return build(tmp_path_factory.mktemp("kernels") / "cache", compiler).parent
+
+
+@pytest.fixture(scope="module")
+def library(built: Path) -> Library:
+    compiler = find_compiler()
+    assert compiler is not None
+    return Library(build(built, compiler))
+
+
+@pytest.fixture
+def cache(built: Path, tmp_path: Path) -> Path:
+    """A copy of it, to do with as one likes."""
+    return shutil.copytree(built, tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def kernels(library: Library) -> list[CpuKernel]:
+    """One on every instruction set of this machine, and one on two threads."""
+    found = [CpuKernel(library, isa) for isa in library.isas(slow=True)]
+    return [*found, CpuKernel(library, library.isas(slow=True)[0], threads=2)]
+
+
+def matrix_of(kind: str, weights: Tensor) -> Matrix:
+    if kind == "int8":
+        return quantise_int8(weights)
+    if kind == "int4":
+        return quantise_int4(weights)
+    return DenseMatrix(weights if kind == "fp32" else weights.to(torch.bfloat16))
+
+
+def packed(kernel: CpuKernel, matrix: Matrix) -> PackedMatrix:
+    found = kernel.pack(matrix)
+    assert found is not None
+    return found
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packing_is_undone_bit_for_bit(kernels: list[CpuKernel], kind: str, shape: tuple[int, int]) -> None:
+    matrix = matrix_of(kind, noise(*shape))
+    there = packed(kernels[0], matrix)
+    assert there.shape == shape
+    for before, after in zip(matrix.parts(), there.parts(), strict=True):
+        assert before.dtype == after.dtype
+        assert torch.equal(before, after)
+    for start, stop in ((0, shape[0]), (shape[0] // 2, shape[0]), (shape[0] // 3, shape[0] // 2 + 1)):
+        got, wanted = torch.empty(2, stop - start, shape[1]).unbind()
+        there.fill(start, stop, got)
+        matrix.fill(start, stop, wanted)
+        assert torch.equal(got, wanted)
+    assert kernels[0].pack(there) is there
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("fp32", 1e-12), ("bf16", 1e-12), ("int8", 1e-9), ("int4", 1e-9)]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_agree_with_exact_ones_of_the_same_weights(
+    kernels: list[CpuKernel], kind: str, limit: float, shape: tuple[int, int]
+) -> None:
+    matrix = matrix_of(kind, noise(*shape))
+    rows = noise(9, shape[1], seed=1)
+    exact = rows.double() @ to_fp32(matrix).double().T
+    got = kernels[0].linear(rows, packed(kernels[0], matrix))
+    assert float(residual(got.flatten()[None], exact.float().flatten()[None]).max()) <= limit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_depend_on_neither_batch_nor_instruction_set_nor_threads(
+    kernels: list[CpuKernel], kind: str, shape: tuple[int, int]
+) -> None:
+    matrix = matrix_of(kind, noise(*shape))
+    rows = noise(70, shape[1], seed=1)
+    whole = kernels[0].linear(rows, packed(kernels[0], matrix))
+    for kernel in kernels:
+        there = packed(kernel, matrix)
+        assert torch.equal(kernel.linear(rows, there), whole), kernel.isa
+        for start, count in ((0, 1), (5, 1), (69, 1), (3, 2), (66, 3), (1, 4), (8, 15), (6, 64)):
+            part = kernel.linear(rows[start : start + count].contiguous(), there)
+            assert torch.equal(part, whole[start : start + count]), (kernel.isa, start, count)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 70),
+    st.integers(1, 300),
+    st.integers(1, 20),
+    st.integers(0, 1000),
+)
+def test_any_shape_gives_the_same_bits_everywhere(
+    kernels: list[CpuKernel], kind: str, out: int, width: int, count: int, seed: int
+) -> None:
+    matrix = matrix_of(kind, noise(out, width, seed=seed) * 10.0 ** (seed % 7 - 3))
+    rows = noise(count, width, seed=seed + 1) * 10.0 ** (seed % 5 - 2)
+    results = [kernel.linear(rows, packed(kernel, matrix)) for kernel in kernels]
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_ffn_is_its_parts(kernels: list[CpuKernel], kind: str) -> None:
+    gate, up, down = (
+        matrix_of(kind, noise(*shape, seed=shape[0])) for shape in ((72, 200), (72, 200), (200, 72))
+    )
+    rows = noise(70, 200)
+    first = kernels[0]
+    whole = first.ffn(rows, *(packed(first, matrix) for matrix in (gate, up, down)))
+    hidden = torch.nn.functional.silu(first.linear(rows, packed(first, gate)))
+    hidden = hidden * first.linear(rows, packed(first, up))
+    parts = first.linear(hidden, packed(first, down))
+    # Another exp and, beside quantised weights, another rounding of a value or two of `hidden`.
+    assert float(residual(whole, parts).max()) < 1e-9
+    for kernel in kernels:
+        matrices = [packed(kernel, matrix) for matrix in (gate, up, down)]
+        assert torch.equal(kernel.ffn(rows, *matrices), whole), kernel.isa
+        for index in (0, 33, 69):
+            assert torch.equal(kernel.ffn(rows[index : index + 1], *matrices), whole[index : index + 1])
+
+
+def test_silu_at_the_ends_of_its_range(kernels: list[CpuKernel]) -> None:
+    gate = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([0.0, -0.0, 1e-38, 3e38, float("nan")])])
+    wanted = torch.nn.functional.silu(gate.double())
+    for kernel in kernels:
+        got = gate.clone()
+        ones = torch.ones_like(gate)
+        kernel.library.silu_mul(kernel.isa.number, got.data_ptr(), ones.data_ptr(), got.numel())
+        assert torch.isnan(got[-1])
+        assert torch.allclose(got[:-1].double(), wanted[:-1], rtol=5e-7, atol=1e-35)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_spoils_itself_alone(
+    kernels: list[CpuKernel], kind: str, value: float
+) -> None:
+    matrix = matrix_of(kind, noise(40, 203))
+    rows = noise(5, 203)
+    for kernel in kernels:
+        there = packed(kernel, matrix)
+        clean = kernel.linear(rows, there)
+        spoilt = rows.clone()
+        spoilt[2, 150] = value
+        got = kernel.linear(spoilt, there)
+        assert not torch.isfinite(got[2]).any()
+        keep = [0, 1, 3, 4]
+        assert torch.equal(got[keep], clean[keep])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_tiny_and_outlying_values(kernels: list[CpuKernel], kind: str) -> None:
+    matrix = matrix_of(kind, noise(40, 256))
+    rows = torch.zeros(3, 256)
+    rows[1] = 1e-37
+    rows[2] = noise(256)
+    rows[2, 7] = 3000.0
+    for kernel in kernels:
+        got = kernel.linear(rows, packed(kernel, matrix))
+        assert not got[0].any()
+        assert float(got[1].abs().max()) < 1e-33
+        exact = rows[2:].double() @ to_fp32(matrix).double().T
+        assert float(residual(got[2:], exact.float()).max()) < 1e-8
+
+
+def test_wrong_rows_are_refused_before_anything_is_read(kernels: list[CpuKernel]) -> None:
+    there = packed(kernels[0], DenseMatrix(noise(8, 16)))
+    for rows in (noise(2, 15), noise(16), noise(2, 16).double(), noise(16, 2).T):
+        with pytest.raises(ValueError, match="wanted contiguous fp32"):
+            kernels[0].linear(rows, there)
+        with pytest.raises(ValueError, match="wanted contiguous fp32"):
+            kernels[0].ffn(rows, there, there, packed(kernels[0], DenseMatrix(noise(16, 8))))
+
+
+def test_no_rows_give_no_rows(kernels: list[CpuKernel]) -> None:
+    for kernel in kernels:
+        assert kernel.linear(torch.empty(0, 16), packed(kernel, DenseMatrix(noise(8, 16)))).shape == (0, 8)
+
+
+def test_threads_may_share_a_kernel(kernels: list[CpuKernel]) -> None:
+    kernel = kernels[0]
+    there = packed(kernel, quantise_int8(noise(64, 512)))
+    rows = [noise(n, 512, seed=n) for n in range(1, 9)]
+    wanted = [kernel.linear(some, there) for some in rows]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            if not torch.equal(kernel.linear(rows[index], there), wanted[index]):
+                wrong.append(index)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert not worker.is_alive()
+    assert not wrong
+
+
+# --- in its place ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["stored", "bf16", "int8", "int4"])
+def test_it_is_chosen_named_and_serves_a_window(library: Library, precision: str) -> None:
+    kernel = CpuKernel(library, library.isas()[0], precision)
+    plan, read, _ = tiny_plan()
+    execution = choose_execution(plan, precision, kernel)
+    assert execution.kernel is kernel
+    name = numerics_class(plan, precision, execution)
+    assert f"/{kernel.activations}/" in name
+    assert "/c1/" in name
+    for other in library.isas(slow=True):
+        same = choose_execution(plan, precision, CpuKernel(library, other, precision))
+        assert numerics_class(plan, precision, same) == name, "one class on every instruction set"
+    rows = noise(6, plan.width)
+    got = WindowExperts.load(plan, plan.windows[0], precision, read, execution=execution).run(0, 1, rows)
+    plain = WindowExperts.load(plan, plan.windows[0], precision, read).run(0, 1, rows)
+    assert float(residual(got, plain).max()) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("formula", "biases"),
+    list(
+        itertools.product(
+            (
+                SWIGLU,
+                GateFormula("swiglu", "gelu_tanh"),
+                GateFormula("gpt_oss", "silu", limit=7.0, alpha=1.702),
+                GateFormula("no_gate", "relu2"),
+            ),
+            (False, True),
+        )
+    ),
+)
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_other_formulas_and_biases(
+    library: Library, formula: GateFormula, biases: bool, precision: str
+) -> None:
+    kernel = CpuKernel(library, library.isas()[0], precision)
+    shapes = {"gate": (48, 96), "up": (48, 96), "down": (96, 48)}
+    if formula.name == "no_gate":
+        del shapes["gate"]
+    weights: dict[str, Matrix] = {
+        role: DenseMatrix(noise(*shape, seed=len(role)) / 8) for role, shape in shapes.items()
+    }
+    vectors = {f"{role}_bias": noise(shape[0]) for role, shape in shapes.items()} if biases else {}
+    tensors = quantise(ExpertTensors(weights, vectors, {}), precision)
+    ffn = kernel.bind(tensors, formula)
+    assert ffn is not None
+    rows = noise(12, 96)
+    assert float(residual(ffn(rows), TORCH.bind(tensors, formula)(rows)).max()) < 1e-8
+    assert check_batch_invariance(ffn, 96)
+
+
+def test_forms_that_it_does_not_cover_are_left_to_torch(kernels: list[CpuKernel]) -> None:
+    half: dict[str, Matrix] = {
+        role: DenseMatrix(noise(*shape).to(torch.float16))
+        for role, shape in (("gate", (8, 16)), ("up", (8, 16)), ("down", (16, 8)))
+    }
+    assert kernels[0].bind(ExpertTensors(half, {}, {}), SWIGLU) is None
+    whole = {role: DenseMatrix(to_fp32(matrix)) for role, matrix in half.items()}
+    normed = ExpertTensors(whole, {"norm": torch.ones(16)}, {})
+    assert kernels[0].bind(normed, GateFormula("swiglu", "silu", norm_eps=1e-6)) is None
+    assert kernels[0].bind(ExpertTensors(whole, {}, {}), SWIGLU) is not None
+
+
+# --- built, found, absent ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logs() -> Iterator[list[dict[str, object]]]:
+    with structlog.testing.capture_logs() as entries:
+        yield entries  # type: ignore[misc]
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_it_is_built_once_and_found_again(tmp_path: Path, logs: list[dict[str, object]]) -> None:
+    folder = tmp_path / "cache"
+    first = open_kernel(folder=folder)
+    assert first is not None
+    written = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(written) == 2, "the library and its digest"
+    assert open_kernel(folder=folder) is not None
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+    assert [entry["event"] for entry in logs] == ["kernel.loaded"] * 2
+    assert logs[0]["isa"] == first.isa.name
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a library in use cannot be replaced there")
+def test_a_damaged_library_is_built_anew(cache: Path) -> None:
+    (made,) = (path for path in cache.iterdir() if path.suffix != ".sha256")
+    whole = made.read_bytes()
+    made.chmod(0o700)
+    for damaged in (whole[:1000], whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]):
+        made.unlink()
+        made.write_bytes(damaged)
+        assert open_kernel(folder=cache) is not None
+        assert made.read_bytes() == whole
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell script as a compiler")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("echo 'kernels.c:1: no such luck' >&2; exit 1", "no such luck"),
+        ("exit 3", "exit 3"),
+        ('while [ "$1" != -o ]; do [ $# = 0 ] && exit 0; shift; done; echo junk > "$2"', ""),
+        ("exec sleep 60", "took longer than 1 s"),
+    ],
+)
+def test_a_compiler_that_does_not_work_leaves_torch(
+    tmp_path: Path, logs: list[dict[str, object]], text: str, reason: str
+) -> None:
+    compiler = script(tmp_path / "cc", text)
+    assert open_kernel(folder=tmp_path / "cache", compiler=compiler, timeout_s=1.0) is None
+    assert [(entry["event"], entry["instead"]) for entry in logs] == [("kernel.absent", "torch")]
+    assert reason in str(logs[0]["reason"])
+    assert not list((tmp_path / "cache").glob(".building-*")), "nothing half built is left"
+
+
+def test_no_compiler_leaves_torch(
+    tmp_path: Path, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert open_kernel(folder=tmp_path / "cache") is None
+    assert "no C compiler" in str(logs[0]["reason"])
+
+
+def test_an_instruction_set_that_is_not_here_leaves_torch(cache: Path, logs: list[dict[str, object]]) -> None:
+    assert open_kernel(folder=cache, isa="altivec") is None
+    assert "altivec" in str(logs[0]["reason"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
+def test_what_others_could_have_written_is_not_run(cache: Path, logs: list[dict[str, object]]) -> None:
+    (made,) = (path for path in cache.iterdir() if path.suffix != ".sha256")
+    assert stat.S_IMODE(made.stat().st_mode) == 0o500
+    assert open_kernel(folder=cache) is not None
+    for path in (cache, made):
+        before = path.stat().st_mode
+        path.chmod(0o722)
+        assert open_kernel(folder=cache) is None
+        assert "not this user's alone" in str(logs[-1]["reason"])
+        path.chmod(before)
+    assert open_kernel(folder=cache) is not None
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.getuid() == 0, reason="permissions do not bind this user")
+def test_without_a_usable_cache_folder_it_is_built_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_kernel() is not None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="HOME")
+def test_a_home_that_is_no_folder_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "kvasir" / "kernels" or sys.platform == "darwin"
+    assert open_kernel() is not None
+
+
+def test_a_kernel_with_other_bits_is_not_used(
+    cache: Path, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvasir_node.kernels.cpu.SELF_CHECK", "0" * 64)
+    assert open_kernel(folder=cache) is None
+    assert "self-check" in str(logs[0]["reason"])
+
+
+def test_the_self_check_sees_another_order_of_summation(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = CpuKernel(library, library.isas()[0])
+    honest = _digest(kernel)
+    exact = CpuKernel.linear
+
+    def other(self: CpuKernel, rows: Tensor, matrix: PackedMatrix) -> Tensor:
+        half = rows.shape[1] // 2
+        left, right = rows.clone(), rows.clone()
+        left[:, half:], right[:, :half] = 0, 0
+        return exact(self, left, matrix) + exact(self, right, matrix)
+
+    monkeypatch.setattr(CpuKernel, "linear", other)
+    assert _digest(kernel) != honest
+
+
+def test_one_kernel_a_precision_is_kept() -> None:
+    kernel = load("int8")
+    assert kernel is not None
+    assert load("int8") is kernel
+    assert kernel.activations == "int16"
