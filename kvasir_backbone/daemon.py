@@ -84,6 +84,7 @@ class Backbone:
     join: str = ""
     started: float = field(default_factory=time.monotonic)
     client: MarketClient | None = None
+    checkpoint: Checkpoint | None = None
     plan: Plan | None = None
     plan_id: PlanId | None = None
     swarm: Swarm | None = None
@@ -158,6 +159,7 @@ class _Daemon:
     async def run(self, stack: contextlib.AsyncExitStack, on_open: Callable[[Backbone], None] | None) -> None:
         """See the module docstring."""
         backbone = self.backbone
+        stack.callback(self._close_checkpoint)
         stack.callback(self.threads.shutdown, wait=True, cancel_futures=True)
         stack.callback(self.gateway.close)
         stack.callback(self.socket.close)
@@ -184,6 +186,10 @@ class _Daemon:
                 task.cancel()
         if backbone.swarm is not None:
             await backbone.swarm.close()
+
+    def _close_checkpoint(self) -> None:
+        if self.backbone.checkpoint is not None:
+            self.backbone.checkpoint.close()
 
     async def _open_port(self) -> web.AppRunner:
         app = web.Application(client_max_size=MAX_BODY)
@@ -244,6 +250,7 @@ class _Daemon:
         )
         backbone.client = market
         built = await loop.run_in_executor(self.threads, _build_plan, self.config)
+        backbone.checkpoint = built.checkpoint
         document = await loop.run_in_executor(self.threads, sign_plan, built.plan, key.signing)
         await _publish(market, document)
         backbone.plan, backbone.plan_id = built.plan, plan_id(document)

@@ -14,6 +14,7 @@ import itertools
 import secrets
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -450,7 +451,9 @@ class Engine:
             _log.warning("step.failed", requests=len(segments), reason=str(fault))
         else:
             error = KvasirError(f"the model could not compute this step: {fault}")
-            _log.exception("step.failed", requests=len(segments))
+            # As text: a renderer that prints locals would print what people wrote.
+            trace = traceback.format_exception(fault)
+            _log.error("step.failed", requests=len(segments), reason=str(fault), trace="".join(trace))
         return [self._end(self._states[segment.request], "failed", error) for segment in segments]
 
     def _work(self, segment: Segment) -> Work:

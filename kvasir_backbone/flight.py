@@ -382,7 +382,7 @@ class Flight:
         wanted = [index for index in self._parts_of(attempt) if self._pending(index)]
         others = any(self._candidates(index, broken=False) for index in wanted)
         if not others and self._fallback and waited < patience:
-            attempt.failover_at = attempt.sent_at + patience
+            attempt.failover_at, attempt.hedge_at = attempt.sent_at + patience, float("inf")
             return []
         trip: list[Instruction] = [
             Trip(attempt.call.device, f"no reply within {waited:.2f} s to a call of layer {self.layer}")

@@ -27,7 +27,6 @@ from relay.errors import KvasirError, Refused, Unreachable
 from relay.identity import SigningKey
 
 from . import kernels
-from . import kernels
 from .cache import WeightCache, WindowBytes
 from .config import NodeConfig, format_size
 from .execution import choose_execution, numerics_class

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from .channel import Inbox, Packet, Path, SendWindow
@@ -25,51 +26,107 @@ class RelayChannel:
     """One circuit through a relay; a `Channel`."""
 
     path: Path = "relay"
+    headroom: Final = HEADER.size
 
     def __init__(self, link: Link, id: int, peer: PublicKey) -> None:
         self.peer = peer
         self.id = id
         self._link = link
-        self._header = HEADER.pack(_DATA, id)
         self._inbox = Inbox()
         self._window = SendWindow(link.window_bytes)
+        self._take: Callable[[Packet], None] | None = None
+        self._on_end: Callable[[Unreachable], None] | None = None
         self._granted = link.window_bytes  # what the peer may still send
         self._consumed = 0  # read here, not granted anew yet
         self._threshold = link.window_bytes // 4
 
+    # --- sending ---
+
+    def room(self, size: int) -> bool:
+        """See `Channel.room`."""
+        return self._window.fits(size) and not self._link.socket.paused
+
+    def put(self, packet: bytearray) -> None:
+        """See `Channel.put`."""
+        HEADER.pack_into(packet, 0, _DATA, self.id)
+        self._window.take(len(packet) - HEADER.size)
+        self._link.socket.send(packet)
+
     async def reserve(self, size: int) -> None:
         """See `Channel.reserve`."""
-        await self._window.wait(size, self._link.config.send_timeout_s)
-
-    async def write(self, packet: Buffer) -> None:
-        """See `Channel.write`."""
-        self._window.take(len(packet))
-        socket = self._link.socket
-        socket.write(self._header, packet)
-        if socket.paused:
-            await socket.drain()
+        timeout = self._link.config.send_timeout_s
+        while True:
+            await self._window.wait(size, timeout)
+            if not self._link.socket.paused:
+                return
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._link.socket.drain()
+            except TimeoutError:
+                raise Unreachable(f"the relay has not read for {timeout:g} s", code="busy") from None
 
     async def send(self, packet: Buffer) -> None:
         """See `Channel.send`."""
         await self.reserve(len(packet))
-        await self.write(packet)
+        self.put(bytearray(HEADER.size) + packet)
+
+    # --- receiving ---
 
     async def receive(self) -> Packet:
         """See `Channel.receive`."""
-        if self._consumed >= self._threshold and self._inbox.end is None:
+        packet = await self._inbox.get()
+        self.consumed(cost(len(packet)))
+        return packet
+
+    def attach(self, take: Callable[[Packet], None], on_end: Callable[[Unreachable], None]) -> None:
+        """See `Channel.attach`."""
+        self._take, self._on_end = take, on_end
+        for packet in self._inbox.take_all():
+            self._give(packet)
+        if self._inbox.end is not None:
+            self.ended(self._inbox.end)
+
+    def consumed(self, cost: int) -> None:
+        """See `Channel.consumed`. Told to the peer once a quarter of the window is consumed."""
+        self._consumed += cost
+        if self._consumed >= self._threshold and self._inbox.end is None and self._link.socket.end is None:
             amount, self._consumed = self._consumed, 0
             self._granted += amount
             self._link.write(encode(FrameType.CREDIT, self.id, encode_u32(amount)))
-        packet = await self._inbox.get()
-        self._consumed += cost(len(packet))
-        return packet
+
+    def arrived(self, packet: memoryview) -> bool:
+        """The link has read a packet for this channel; False if its sender went over the window.
+
+        The packet is valid during this call alone.
+        """
+        self._granted -= cost(len(packet))
+        if self._granted < 0:
+            return False
+        if self._take is not None:
+            self._give(packet)
+        else:
+            self._inbox.put(bytes(packet))
+        return True
+
+    def _give(self, packet: Packet) -> None:
+        if self._inbox.end is None and self._take is not None:
+            try:
+                self._take(packet)
+            except KvasirError as error:
+                self.end(error.code, "the session was broken")
+
+    def credited(self, amount: int) -> None:
+        """The peer consumed `amount` bytes."""
+        self._window.add(amount)
+
+    # --- the end ---
 
     async def close(self, code: str = "closed", message: str = "") -> None:
         """See `Channel.close`."""
         self.end(code, message)
 
-    def end(self, code: str, message: str) -> None:
-        """`close`, which has nothing to wait for here."""
+    def end(self, code: str = "closed", message: str = "") -> None:
+        """See `Channel.end`."""
         if self._inbox.end is not None:
             return
         self.ended(Unreachable(message or "closed by this side", code=None if code == "closed" else code))
@@ -80,22 +137,13 @@ class RelayChannel:
         except Unreachable:
             return
 
-    def arrived(self, packet: Packet) -> bool:
-        """The link has read a packet for this channel; False if its sender went over the window."""
-        self._granted -= cost(len(packet))
-        if self._granted < 0:
-            return False
-        self._inbox.put(packet)
-        return True
-
-    def credited(self, amount: int) -> None:
-        """The peer consumed `amount` bytes."""
-        self._window.add(amount)
-
     def ended(self, error: KvasirError) -> None:
         """No more either way, because of `error`; what has arrived can still be read."""
         self._inbox.finish(error)
         self._window.finish(error)
+        if self._on_end is not None:
+            on_end, self._on_end = self._on_end, None
+            on_end(Unreachable(str(error), code=error.code))
 
 
 class Link:

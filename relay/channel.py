@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from .errors import KvasirError, Unreachable
@@ -18,14 +19,15 @@ Path = Literal["relay", "direct"]
 """How packets travel: through a relay, or straight to the peer."""
 
 Packet = bytes | memoryview
-"""What arrives: to be read, not kept (a view keeps the whole frame it came in)."""
+"""What arrives, to be read."""
 
 
 class Channel(Protocol):
     """A link to one peer, for packets of 1 to 65,535 bytes.
 
-    `peer` is who the relay says it is; a session proves it. One task receives at a time. `reserve` and
-    `write` belong together and to one task at a time (a session holds a lock over both).
+    `peer` is who the relay says it is; a session proves it. Packets come by `receive`, one task at a time,
+    or, once attached, to a callback. `reserve` and `put` belong together and to one task at a time (a session
+    holds a lock over both).
     """
 
     @property
@@ -36,23 +38,46 @@ class Channel(Protocol):
     def path(self) -> Path:
         """How packets travel."""
 
+    @property
+    def headroom(self) -> int:
+        """Bytes that `put` wants free in front of a packet."""
+
+    def room(self, size: int) -> bool:
+        """Whether a packet of `size` bytes may be put now, without waiting."""
+
+    def put(self, packet: bytearray) -> None:
+        """Write a packet for which there is room; it lies behind `headroom` free bytes and is changed.
+
+        Raises `Unreachable` at the end of the link.
+        """
+
     async def reserve(self, size: int) -> None:
-        """Wait until a packet of `size` bytes may be written; cancelling it changes nothing.
+        """Wait until there is room for a packet of `size` bytes; cancelling it changes nothing.
 
         Raises `Unreachable` at the end of the link, and (code "busy") at its deadline.
         """
 
-    async def write(self, packet: Buffer) -> None:
-        """Write a packet that was reserved. Once called, the packet is on its way, cancelled or not."""
-
     async def send(self, packet: Buffer) -> None:
-        """`reserve` and `write`."""
+        """`reserve` and `put`."""
 
     async def receive(self) -> Packet:
         """The next packet. Raises `Unreachable` (the message has the reason) when there are no more."""
 
-    async def close(self, code: str = "closed", message: str = "") -> None:
+    def attach(self, take: Callable[[Packet], None], on_end: Callable[[Unreachable], None]) -> None:
+        """From now on `take` is given each packet as it arrives, those that wait first.
+
+        What `take` is given is valid during the call alone. A `KvasirError` that it raises ends the link.
+        `on_end` runs once, when no more come. Who attaches says what is `consumed`.
+        """
+
+    def consumed(self, cost: int) -> None:
+        """Packets of that cost (see `frames.cost`) wait here no longer: the peer may send as much more."""
+
+    def end(self, code: str = "closed", message: str = "") -> None:
         """End the link and tell the peer; again, or after it ended, does nothing."""
+
+    async def close(self, code: str = "closed", message: str = "") -> None:
+        """`end`, and wait for what a link has to do for it."""
 
 
 class Inbox:
@@ -69,6 +94,12 @@ class Inbox:
     def end(self) -> KvasirError | None:
         """Why no more packets come, once that is so."""
         return self._end
+
+    def take_all(self) -> list[Packet]:
+        """What waits, which waits no longer."""
+        waiting = list(self._packets)
+        self._packets.clear()
+        return waiting
 
     def put(self, packet: Packet) -> None:
         """Add a packet; after `finish` it is dropped."""
@@ -121,13 +152,17 @@ class SendWindow:
             self._end = error
             self._wake()
 
+    def fits(self, size: int) -> bool:
+        """Whether a packet of `size` bytes fits now."""
+        return self._left >= cost(size) and self._end is None
+
     def take(self, size: int) -> None:
         """Use up what a packet of `size` bytes costs."""
         self._left -= cost(size)
 
     async def wait(self, size: int, timeout: float) -> None:
         """Return once a packet of `size` bytes fits. Raises `Unreachable` at the end or after `timeout` s."""
-        if self._left >= cost(size) and self._end is None:
+        if self.fits(size):
             return
         try:
             async with asyncio.timeout(timeout):

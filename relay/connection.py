@@ -67,7 +67,7 @@ class Connection:
         if self._fair and frame[0] == _CLOSE:
             circuit: int = _ID.unpack_from(frame, 1)[0]
             if circuit in self._fair:
-                self._fair.put(circuit, frame)
+                self._fair.put(circuit, bytearray(frame))
                 return
         self.socket.write(frame)
         if self._stall is None:
@@ -90,7 +90,7 @@ class Connection:
         if fair or socket.paused:
             fair.put(id, frame)
         else:
-            socket.write(frame)
+            socket.send(frame)
         if self._stall is None and (waiting or socket.paused):
             self._watch()
         return True
@@ -99,7 +99,7 @@ class Connection:
         """The link has room: the circuits that wait take their turns."""
         fair, socket = self._fair, self.socket
         while fair and not socket.paused and socket.end is None:
-            socket.write(fair.take())
+            socket.send(fair.take())
 
     def _watch(self) -> None:
         left = self.outstanding
@@ -183,6 +183,6 @@ class Connection:
             return
         self.outcome = outcome
         while self._fair and self.socket.end is None:  # the transport has a second or two to write them
-            self.socket.write(self._fair.take())
+            self.socket.send(self._fair.take())
         self.stop()
         self.socket.close(status)

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from .channel import Channel, Packet, Path
 from .circuit import Admission, Rules
-from .errors import ConfigError, KvasirError, Refused, Unreachable
-from .frames import MAX_PACKET
+from .errors import ConfigError, KvasirError, Refused, RemoteProtocolError, Unreachable
+from .frames import MAX_PACKET, WINDOW_BYTES, cost
 from .identity import PublicKey
 from .websocket import Buffer
 from .wire import NORMAL, POLICY, WebSocket, accept, dial
@@ -27,6 +27,9 @@ from .wire import NORMAL, POLICY, WebSocket, accept, dial
 SESSION_PATH: Final = "/session/v1"
 HEARTBEAT_S: Final = 15.0
 """Pause between WebSocket pings; the answer must come within half of it."""
+
+UNREAD_BYTES: Final = WINDOW_BYTES
+"""What may wait for a session's reader before the link is not read any more."""
 
 SEND_TIMEOUT_S: Final = 10.0
 """How long a sender waits for a peer that does not read."""
@@ -38,17 +41,30 @@ class DirectChannel:
     """A `Channel` over one WebSocket of either side."""
 
     path: Path = "direct"
+    headroom: Final = 0
 
     def __init__(self, socket: WebSocket, peer: PublicKey) -> None:
         self.peer = peer
         self._socket = socket
         self._loop = asyncio.get_running_loop()
+        self._take: Callable[[Packet], None] | None = None
+        self._unread = 0  # cost of what was given to `_take` and is not consumed
         self._answered = True
         socket.watch_pongs(self._pong)
         self._timer = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
 
+    # --- sending ---
+
+    def room(self, size: int) -> bool:
+        """See `Channel.room`. TCP bounds what is outstanding."""
+        return not self._socket.paused and self._socket.end is None
+
+    def put(self, packet: bytearray) -> None:
+        """See `Channel.put`."""
+        self._socket.send(packet)
+
     async def reserve(self, size: int) -> None:
-        """See `Channel.reserve`. TCP bounds what is outstanding; a peer that does not read is `busy`."""
+        """See `Channel.reserve`. A peer that does not read is `busy`."""
         socket = self._socket
         if socket.paused and socket.end is None:
             try:
@@ -59,32 +75,59 @@ class DirectChannel:
         if socket.end is not None:
             raise Unreachable(str(socket.end), code=socket.end.code)
 
-    async def write(self, packet: Buffer) -> None:
-        """See `Channel.write`."""
-        self._socket.write(packet)
-
     async def send(self, packet: Buffer) -> None:
         """See `Channel.send`."""
         await self.reserve(len(packet))
-        await self.write(packet)
+        self._socket.send(bytearray(packet))
+
+    # --- receiving ---
 
     async def receive(self) -> Packet:
         """See `Channel.receive`."""
         try:
             packet = await self._socket.receive()
         except KvasirError as error:
-            self._timer.cancel()
-            raise Unreachable(f"the direct link ended: {error}", code=error.code) from None
+            raise self._ended(error) from None
         if not packet:
-            await self.close("bad_request")
+            self.end("bad_request")
             raise Unreachable("the direct link broke: something else than a packet came")
         return memoryview(packet)
 
+    def attach(self, take: Callable[[Packet], None], on_end: Callable[[Unreachable], None]) -> None:
+        """See `Channel.attach`."""
+        self._take = take
+        self._socket.attach(self._arrived, on_end=lambda error: on_end(self._ended(error)))
+
+    def consumed(self, cost: int) -> None:
+        """See `Channel.consumed`: reading goes on once half of `UNREAD_BYTES` is consumed."""
+        self._unread -= cost
+        if self._unread < UNREAD_BYTES // 2:
+            self._socket.read_on()
+
+    def _arrived(self, packet: bytearray | memoryview) -> None:
+        if not packet:
+            raise RemoteProtocolError("the direct link broke: something else than a packet came")
+        assert self._take is not None
+        self._unread += cost(len(packet))
+        if self._unread > UNREAD_BYTES:
+            self._socket.hold()
+        self._take(memoryview(packet))
+
+    # --- the end ---
+
     async def close(self, code: str = "closed", message: str = "") -> None:
-        """See `Channel.close`. The reason travels as a WebSocket close code and text (RFC 6455)."""
+        """See `Channel.close`."""
+        self.end(code, message)
+
+    def end(self, code: str = "closed", message: str = "") -> None:
+        """See `Channel.end`. The reason travels as a WebSocket close code and text (RFC 6455)."""
         self._timer.cancel()
         if self._socket.end is None:
             self._socket.close(NORMAL if code == "closed" else POLICY, code.encode())
+
+    def _ended(self, error: KvasirError) -> Unreachable:
+        self._timer.cancel()
+        return Unreachable(f"the direct link ended: {error}", code=error.code)
 
     def _heartbeat(self) -> None:
         if self._socket.end is not None:

@@ -20,7 +20,7 @@ class FairQueue:
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
-        self._waiting: dict[int, deque[bytes | bytearray]] = {}
+        self._waiting: dict[int, deque[bytearray]] = {}
         self._order: deque[int] = deque()  # circuits in the order of their turns
         self._left: dict[int, int] = {}  # what each may still write in this turn; below zero: owed
         self.bytes = 0
@@ -33,7 +33,7 @@ class FairQueue:
         """Whether frames of `circuit` wait."""
         return circuit in self._waiting
 
-    def put(self, circuit: int, frame: bytes | bytearray) -> None:
+    def put(self, circuit: int, frame: bytearray) -> None:
         """Let `frame` wait for the turn of `circuit`."""
         frames = self._waiting.get(circuit)
         if frames is None:
@@ -43,7 +43,7 @@ class FairQueue:
         frames.append(frame)
         self.bytes += len(frame)
 
-    def take(self) -> bytes | bytearray:
+    def take(self) -> bytearray:
         """The frame whose turn it is. There must be one."""
         order, left = self._order, self._left
         while left[order[0]] <= 0:

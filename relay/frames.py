@@ -73,7 +73,7 @@ def encode(kind: int, circuit: int = 0, payload: bytes | memoryview = b"") -> by
     return HEADER.pack(kind, circuit) + payload
 
 
-def decode(frame: bytes | bytearray) -> tuple[FrameType, int, memoryview]:
+def decode(frame: bytes | bytearray | memoryview) -> tuple[FrameType, int, memoryview]:
     """Split one frame into type, circuit and payload (a view, not a copy).
 
     Raises `RemoteProtocolError` for a partial, oversized or unknown frame, or one on the wrong circuit.

@@ -53,6 +53,14 @@ class CipherState:
         self.nonce = nonce + 1
         return sealed
 
+    def encrypt_into(self, plaintext: bytes | memoryview, buffer: memoryview) -> None:
+        """Seal `plaintext` under the next nonce into `buffer`, of exactly its size and `TAG_BYTES` more."""
+        nonce = self.nonce
+        if nonce >= _MAX_NONCE:
+            raise LocalProtocolError("the cipher's nonces are used up: handshake again")
+        self._cipher.encrypt_into(_NONCE.pack(nonce), plaintext, None, buffer)
+        self.nonce = nonce + 1
+
     def decrypt(self, ciphertext: bytes | memoryview, ad: bytes = b"") -> bytes:
         """Open the next message. Raises `RemoteProtocolError` if it is not exactly that; nothing advances."""
         nonce = self.nonce

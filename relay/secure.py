@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from .channel import Channel, Path
+from .channel import Channel, Packet, Path
 from .circuit import Outcome
 from .errors import KvasirError, Unreachable
+from .frames import cost
 from .identity import Certificate, ExchangeKey, ExchangePublic, PublicKey, SerialBook
 from .noise import TAG_BYTES
 from .session import GenerationBook, Initiator, Message, RekeyLimits, Responder, SessionCore
@@ -42,8 +43,11 @@ class SecureSession:
         self.outcome: Outcome | None = None
         self._core = core
         self._sending = asyncio.Lock()
-        self._ready: deque[bytes] = deque()
+        self._ready: deque[tuple[bytes, int]] = deque()  # messages, and what their packets cost the window
+        self._cost = 0  # of packets that have made no message yet
+        self._waiter: asyncio.Future[None] | None = None
         self._end: Unreachable | None = None
+        channel.attach(self._take, self._lost)
 
     # --- making one ---
 
@@ -164,6 +168,10 @@ class SecureSession:
         Returns once it is on the link. Cancelled before, it may be given up: the peer then never sees it.
         Raises `Unreachable` if the session ended or the peer does not read.
         """
+        if self._end is None and not self._sending.locked():
+            record = self._core.record(message)
+            if record is not None and self._put_now(record):
+                return
         async with self._sending:
             if self._end is not None:
                 raise self._end
@@ -171,7 +179,7 @@ class SecureSession:
                 await self._put(self._core.records(message))
             except Unreachable as error:
                 if error.code != "busy":  # a peer that does not read may read again
-                    self._finish("peer_gone", str(error), error.code)
+                    self._lost(error)
                 raise
 
     async def receive(self) -> bytes:
@@ -179,8 +187,11 @@ class SecureSession:
         while not self._ready:
             if self._end is not None:
                 raise self._end
-            await self._take()
-        return self._ready.popleft()
+            self._free()
+            await self._wait()
+        message, cost = self._ready.popleft()
+        self.channel.consumed(cost)
+        return message
 
     async def close(self, code: str = "closed", message: str = "") -> None:
         """Say goodbye if there is room within two seconds, and end the session and its channel."""
@@ -195,47 +206,88 @@ class SecureSession:
                 pass  # the channel's own close says the same, in clear
         await self.channel.close(code, message)
 
+    def _put_now(self, record: bytes) -> bool:
+        """Send a record if nothing has to be waited for."""
+        core, channel = self._core, self.channel
+        size = len(record) + TAG_BYTES
+        if not channel.room(size) or core.rekey_due(time.monotonic()):
+            return False
+        self.bytes_sent += size
+        channel.put(core.seal(record, channel.headroom))
+        return True
+
     async def _put(self, records: Iterator[bytes]) -> None:
         core, channel = self._core, self.channel
         for record in records:
             if core.rekey_due(time.monotonic()):
                 await channel.reserve(REKEY_BYTES)
                 self.bytes_sent += REKEY_BYTES
-                await channel.write(core.seal_rekey(time.monotonic()))
+                channel.put(core.seal_rekey(time.monotonic(), channel.headroom))
             size = len(record) + TAG_BYTES
             await channel.reserve(size)
             self.bytes_sent += size
-            await channel.write(core.seal(record))
+            channel.put(core.seal(record, channel.headroom))
 
-    async def _take(self) -> None:
-        try:
-            packet = await self.channel.receive()
-        except Unreachable as error:
-            self._finish("peer_gone", str(error), error.code)
-            raise
+    def _take(self, packet: Packet) -> None:
+        """The channel has read a packet. Raises `KvasirError` if that ends the session."""
+        if self._end is not None:
+            return
         self.bytes_received += len(packet)
+        self._cost += cost(len(packet))
+        confirmed = self._core.confirmed
         try:
             message = self._core.receive(packet, time.monotonic())
         except KvasirError as error:
             self._finish("protocol_error", f"the session ended: {error}", error.code)
-            await self.channel.close(error.code, "the session was broken")
-            raise self._end or error from None
-        if self._core.peer_close is not None:
+            raise
+        if message is not None:
+            self._ready.append((message, self._cost))
+            self._cost = 0
+            self._wake()
+        elif self._core.peer_close is not None:
             code, text = self._core.peer_close
-            outcome: Outcome = "drained" if code == "draining" else "closed"
-            self._finish(outcome, text or "the peer closed the session", code)
-            await self.channel.close(code, text)
-        elif message is not None:
-            self._ready.append(message)
+            self._finish(
+                "drained" if code == "draining" else "closed", text or "the peer closed the session", code
+            )
+            self.channel.end(code, text)
+        elif self._waiter is not None and not self._ready:
+            self._free()
+        if not confirmed:
+            self._wake()
+
+    def _free(self) -> None:
+        """Somebody waits for a message, of which parts are here: it may need more than the window."""
+        if self._cost:
+            self.channel.consumed(self._cost)
+            self._cost = 0
+
+    def _lost(self, error: Unreachable) -> None:
+        self._finish("peer_gone", str(error), error.code)
+
+    async def _wait(self) -> None:
+        """Return once something has arrived."""
+        assert self._waiter is None, "a session has one reader"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _confirm(self) -> None:
         while not self._core.confirmed:
-            await self._take()
+            if self._end is not None:
+                raise self._end
+            await self._wait()
 
     def _finish(self, outcome: Outcome, message: str, code: str) -> None:
         if self._end is None:
             self.outcome = outcome
             self._end = Unreachable(message, code=None if code == "closed" else code)
+            self._wake()
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ from .metrics import CONTENT_TYPE, metrics_text
 from .tickets import Ticket, check_auth, open_ticket, welcome_message
 from .wire import GOING_AWAY, NORMAL, accept
 
-_DATA_BYTE: Final = bytes((FrameType.DATA,))
+_DATA: Final = int(FrameType.DATA)
 
 log = structlog.get_logger("relay")
 
@@ -211,7 +211,7 @@ class Relay:
             deadline.cancel()
             self._ended(None, connection)
 
-        def first(frame: bytes | bytearray) -> None:
+        def first(frame: bytearray | memoryview) -> None:
             peer = self._authenticate(connection, nonce, frame)
             deadline.cancel()
             self._follow(peer, connection)
@@ -262,7 +262,7 @@ class Relay:
                 outcome=outcome,
             )
 
-    def _authenticate(self, connection: Connection, nonce: bytes, frame: bytes | bytearray) -> Peer:
+    def _authenticate(self, connection: Connection, nonce: bytes, frame: bytearray | memoryview) -> Peer:
         """AUTH in, WELCOME out. Raises `KvasirError` with the reason to refuse."""
         kind, _, payload = decode(frame)
         if kind is not FrameType.AUTH:
@@ -323,9 +323,9 @@ class Relay:
             self._leave(peer, "protocol_error")
             connection.refuse("expired", "the ticket was not renewed: get a new one", None, "protocol_error")
 
-    def _frame(self, peer: Peer, connection: Connection, frame: bytes | bytearray) -> None:
+    def _frame(self, peer: Peer, connection: Connection, frame: bytearray | memoryview) -> None:
         size = len(frame) - HEADER.size
-        if frame[0:1] == _DATA_BYTE and 0 < size <= MAX_PACKET:
+        if 0 < size <= MAX_PACKET and frame[0] == _DATA:
             leg = self._board.forward(peer, int.from_bytes(frame[1:5], "big"), size)
             if leg is None:
                 return
@@ -336,7 +336,7 @@ class Relay:
             return
         self._control(peer, connection, frame)
 
-    def _control(self, peer: Peer, connection: Connection, frame: bytes | bytearray) -> None:
+    def _control(self, peer: Peer, connection: Connection, frame: bytearray | memoryview) -> None:
         kind, id, payload = decode(frame)
         now = time.monotonic()
         if kind is FrameType.CREDIT:

@@ -236,6 +236,15 @@ class SessionCore:
 
     # --- sending ---
 
+    def record(self, message: Message) -> bytes | None:
+        """The one record that carries `message`, or None if it takes more than one."""
+        if self._partial:
+            return None
+        if isinstance(message, bytes):
+            return _LAST + message if len(message) <= MAX_BODY else None
+        parts = (message,) if isinstance(message, bytearray | memoryview) else message
+        return b"".join((_LAST, *parts)) if sum(map(len, parts)) <= MAX_BODY else None
+
     def records(self, message: Message) -> Iterator[bytes]:
         """The plaintext records that carry `message`. Raises `LocalProtocolError` above 64 MiB.
 
@@ -266,18 +275,19 @@ class SessionCore:
         """The record that ends the session in order."""
         return _CLOSE + pack_close_record(code, message)
 
-    def seal(self, record: bytes) -> bytes:
-        """The packet of one record: from here on it must be sent, before any other."""
-        packet = self._sending.encrypt(record)
+    def seal(self, record: bytes, headroom: int = 0) -> bytearray:
+        """The packet of one record, behind `headroom` free bytes; it must be sent, and before any other."""
+        packet = bytearray(headroom + len(record) + TAG_BYTES)
+        self._sending.encrypt_into(record, memoryview(packet)[headroom:])
         used = self._sent
         used.records += 1
-        used.bytes += len(packet)
+        used.bytes += len(packet) - headroom
         self._partial = record[0] == 1
         return packet
 
-    def seal_rekey(self, now: float) -> bytes:
+    def seal_rekey(self, now: float, headroom: int = 0) -> bytearray:
         """The packet that announces this direction's new key, the last under the old one."""
-        packet = self._sending.encrypt(_REKEY)
+        packet = bytearray(headroom) + self._sending.encrypt(_REKEY)
         self._sending.rekey()
         self._sent = _Use(now)
         return packet

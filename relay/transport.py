@@ -44,7 +44,7 @@ __all__ = [
 
 RELAY_PATH: Final = "/relay/v1"
 _FATAL: Final = frozenset({"duplicate", "version", "wrong_swarm"})
-_DATA_BYTE: Final = bytes((FrameType.DATA,))
+_DATA: Final = int(FrameType.DATA)
 
 log = structlog.get_logger("relay")
 
@@ -285,15 +285,15 @@ class RelayClient:
         link.socket.attach(partial(self._frame, link), on_error=failed, on_end=over)
         await ended
 
-    def _frame(self, link: Link, frame: bytes | bytearray) -> None:
-        if frame[0:1] == _DATA_BYTE and len(frame) > HEADER.size:
+    def _frame(self, link: Link, frame: bytearray | memoryview) -> None:
+        if len(frame) > HEADER.size and frame[0] == _DATA:
             channel = link.channels.get(int.from_bytes(frame[1:5], "big"))
-            if channel is not None and not channel.arrived(memoryview(frame)[5:]):
+            if channel is not None and not channel.arrived(memoryview(frame)[HEADER.size :]):
                 raise RemoteProtocolError("the relay sent more than the circuit's window")
             return
         self._control(link, frame)
 
-    def _control(self, link: Link, frame: bytes | bytearray) -> None:
+    def _control(self, link: Link, frame: bytearray | memoryview) -> None:
         kind, id, payload = decode(frame)
         if kind is FrameType.CREDIT:
             if id in link.channels:

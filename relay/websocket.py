@@ -38,7 +38,8 @@ class MessageReader:
     """What arrives from one peer, cut into messages.
 
     `deliver(payload)` is called for each binary message, `control(opcode, payload)` for close, ping and pong,
-    both within `feed`. `masked`: whether the peer is a client. `max_bytes`: longest message.
+    both within `feed`. From a client (`masked`) a payload is a bytearray for keeps; from a server it may be a
+    view of what was fed, valid during the call alone. `max_bytes`: longest message.
     """
 
     __slots__ = (
@@ -57,7 +58,7 @@ class MessageReader:
 
     def __init__(
         self,
-        deliver: Callable[[bytes | bytearray], None],
+        deliver: Callable[[bytearray | memoryview], None],
         control: Callable[[int, bytes], None],
         *,
         masked: bool,
@@ -77,7 +78,11 @@ class MessageReader:
         """Read nothing more, not even what has arrived."""
         self._stopped = True
 
-    def feed(self, data: bytes) -> None:
+    def hand_to(self, deliver: Callable[[bytearray | memoryview], None]) -> None:
+        """Give messages to another from now on."""
+        self._deliver = deliver
+
+    def feed(self, data: bytes | memoryview) -> None:
         """Take the next bytes of the stream. Raises `RemoteProtocolError`; nothing more is read then."""
         if self._stopped:
             return
@@ -85,15 +90,14 @@ class MessageReader:
             position = self._fill(data) if self._body is not None else 0
             if self._tail:
                 data, self._tail = self._tail + data, b""
-            self._parse(data, position)
+            if self._body is None:
+                self._parse(memoryview(data), position)
         except RemoteProtocolError:
             self._stopped = True
             raise
 
-    def _parse(self, data: bytes, position: int) -> None:
-        end = len(data)
-        masked, deliver = self._masked, self._deliver
-        view = memoryview(data)
+    def _parse(self, data: memoryview, position: int) -> None:
+        end, masked = len(data), self._masked
         while end - position >= 2 and not self._stopped:
             first, second = data[position], data[position + 1]
             size, start = second & 0x7F, position + 2
@@ -102,44 +106,42 @@ class MessageReader:
                 if start > end:
                     break
                 size = self._long_size(size, data[position + 2 : start])
-            self._check(first, second, size)
-            mask = b""
+            if first != _WHOLE_BINARY or self._message is not None or size > self._max_bytes:
+                self._check(first, size)
+            if (second >= 0x80) is not masked:
+                raise RemoteProtocolError("a malformed WebSocket message: clients mask and servers do not")
             if masked:
-                mask = data[start : start + 4]
+                mask = bytes(data[start : start + 4])
                 start += 4
                 if start > end:
                     break
+            else:
+                mask = b""
             position = start + size
             if position > end:
-                self._begin(first, mask, size, view[start:])
+                self._begin(first, mask, size, data[start:])
                 return
-            body: bytes | bytearray
+            body: bytearray | memoryview = data[start:position]
             if masked:
-                body = bytearray(view[start:position])
+                body = bytearray(body)
                 websocket_mask(mask, body)
-            else:
-                body = data[start:position]
             if first == _WHOLE_BINARY:
-                deliver(body)
+                self._deliver(body)
             else:
                 self._take(first, body)
         if not self._stopped and position < end:
-            self._tail = data[position:]
+            self._tail = bytes(data[position:])
 
-    def _long_size(self, kind: int, field: bytes) -> int:
+    def _long_size(self, kind: int, field: memoryview) -> int:
         size = int.from_bytes(field, "big")
         if size < (126 if kind == 126 else 1 << 16):
             raise RemoteProtocolError("a malformed WebSocket message: its length is not in the shortest form")
         return size
 
-    def _check(self, first: int, second: int, size: int) -> None:
-        """Everything that a header alone can get wrong."""
+    def _check(self, first: int, size: int) -> None:
+        """Everything that first byte and size can get wrong."""
         if size > self._max_bytes:
             raise RemoteProtocolError(f"a message of {size} bytes: the bound is {self._max_bytes}")
-        if (second >= 0x80) is not self._masked:
-            raise RemoteProtocolError("a malformed WebSocket message: clients mask and servers do not")
-        if first == _WHOLE_BINARY and self._message is None:
-            return
         opcode, final = first & 0x0F, first >= 0x80
         if first & 0x70 or opcode not in (_CONTINUATION, _TEXT, BINARY, CLOSE, PING, PONG):
             raise RemoteProtocolError(f"a malformed WebSocket message: its first byte is {first:#04x}")
@@ -159,7 +161,7 @@ class MessageReader:
         self._first, self._mask, self._filled = first, mask, len(part)
         body[: len(part)] = part
 
-    def _fill(self, data: bytes) -> int:
+    def _fill(self, data: bytes | memoryview) -> int:
         """Add to the payload that is not complete; how many bytes of `data` it took."""
         body = self._body
         assert body is not None
@@ -176,7 +178,7 @@ class MessageReader:
                 self._take(self._first, body)
         return taken
 
-    def _take(self, first: int, body: bytes | bytearray) -> None:
+    def _take(self, first: int, body: bytearray | memoryview) -> None:
         """A frame that is not a whole binary message."""
         opcode = first & 0x0F
         if opcode >= CLOSE:
@@ -217,11 +219,9 @@ def header(size: int, *, opcode: int = BINARY, mask: bytes = b"") -> bytes:
     return _LONG.pack(0x80 | opcode, masked | 127, size) + mask
 
 
-def masked_body(mask: bytes, *parts: Buffer) -> bytearray:
-    """The parts, joined and masked: a client's payload."""
-    body = bytearray().join(parts)
+def mask_in_place(mask: bytes, body: bytearray) -> None:
+    """Mask or unmask a payload."""
     websocket_mask(mask, body)
-    return body
 
 
 def close_payload(status: int, reason: bytes = b"") -> bytes:

@@ -13,6 +13,7 @@ import asyncio
 import base64
 import hashlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -27,12 +28,11 @@ from .websocket import (
     CLOSE,
     PING,
     PONG,
-    Buffer,
     MaskSource,
     MessageReader,
     close_payload,
     header,
-    masked_body,
+    mask_in_place,
 )
 
 NORMAL: Final = 1000
@@ -51,14 +51,31 @@ CLOSE_GRACE_S: Final = 2.0
 TURN_BYTES: Final = 1 << 20
 """What one connection may hand on before the others get their turn."""
 
-_JOIN_BELOW: Final = 2048
+READ_BYTES: Final = 256 * 1024
+"""Most bytes of one read."""
+
+Handler = Callable[[bytearray | memoryview], None]
+"""Takes one message; a view is valid during the call alone."""
+
+_TURN, _QUEUE, _OWNER = 1, 2, 4  # why reading pauses
+_JOIN_BELOW: Final = 16_384
 _ACCEPT_GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 _masks = MaskSource()
+_local = threading.local()
 log = structlog.get_logger("relay")
 
 
-class WebSocket(asyncio.Protocol):
+def _scratch() -> memoryview:
+    """This thread's read buffer: what is read is handed on before anything else can read."""
+    found = getattr(_local, "scratch", None)
+    if found is None:
+        found = _local.scratch = memoryview(bytearray(READ_BYTES))
+    assert isinstance(found, memoryview)
+    return found
+
+
+class WebSocket(asyncio.BufferedProtocol):
     """A connection after its upgrade. `end` is why it is over, or None; `status` the peer's close code."""
 
     def __init__(
@@ -76,18 +93,19 @@ class WebSocket(asyncio.Protocol):
         self._release = release
         self._loop = asyncio.get_running_loop()
         self._reader = MessageReader(self._arrived, self._control, masked=not client, max_bytes=max_bytes)
-        self._handler: Callable[[bytes | bytearray], None] | None = None
+        self._handler: Handler | None = None
         self._on_error: Callable[[Exception], None] | None = None
         self._on_end: Callable[[KvasirError], None] | None = None
         self._on_pong: Callable[[], None] | None = None
         self._on_writable: Callable[[], None] | None = None
         self._queue: deque[bytes | bytearray] = deque()
+        self._scratch = _scratch()
         self._queued = 0
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._writable: list[asyncio.Future[None]] = []
         self._turn = 0
-        self._waiting = False  # reading pauses: the queue is full, or the others' turn has come
+        self._held = 0  # why reading pauses, as bits
         self._closing: asyncio.TimerHandle | None = None
         self.lost: asyncio.Future[None] = self._loop.create_future()
         """Done once the transport is gone."""
@@ -96,7 +114,7 @@ class WebSocket(asyncio.Protocol):
 
     def attach(
         self,
-        handler: Callable[[bytes | bytearray], None],
+        handler: Handler,
         *,
         on_error: Callable[[Exception], None] | None = None,
         on_end: Callable[[KvasirError], None] | None = None,
@@ -110,15 +128,15 @@ class WebSocket(asyncio.Protocol):
         """
         self._handler, self._on_error, self._on_end = handler, on_error, on_end
         self._on_writable = on_writable
+        self._reader.hand_to(handler)
         waiting, self._queue = self._queue, deque()
         self._queued = 0
         try:
             while waiting and self.end is None:
-                handler(waiting.popleft())
+                handler(memoryview(waiting.popleft()))
         except Exception as error:
             self._failed(error)
-        if self._waiting:
-            self._resume()
+        self._read_on(_QUEUE)
         if self.lost.done() or (self.end is not None and self._closing is not None):
             self._finish(Unreachable("the connection was closed"))
 
@@ -139,21 +157,28 @@ class WebSocket(asyncio.Protocol):
                 self._waiter = None
         message = self._queue.popleft()
         self._queued -= len(message)
-        if self._waiting and self._queued < QUEUE_HIGH // 2:
-            self._resume()
+        if self._queued < QUEUE_HIGH // 2:
+            self._read_on(_QUEUE)
         return message
 
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`: all connections of a thread read into one buffer, in turn."""
+        return self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        self.feed(self._scratch[:nbytes])
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Take what was read."""
         if self.end is not None:
             return
         if self._handler is not None:
-            if not self._turn:
-                self._loop.call_soon(self._next_turn)
             self._turn += len(data)
-            if self._turn > TURN_BYTES and not self._waiting:
-                self._waiting = True
-                self.transport.pause_reading()
+            if self._turn > TURN_BYTES:
+                self._turn = 0
+                self._hold(_TURN)
+                self._loop.call_soon(self._read_on, _TURN)
         try:
             self._reader.feed(data)
         except Exception as error:
@@ -174,21 +199,32 @@ class WebSocket(asyncio.Protocol):
             )
             self.close(POLICY)
 
-    def _next_turn(self) -> None:
-        self._turn = 0
-        if self._waiting:
-            self._resume()
-
-    def _arrived(self, message: bytes | bytearray) -> None:
-        if self._handler is not None:
-            self._handler(message)
-            return
-        self._queue.append(message)
+    def _arrived(self, message: bytearray | memoryview) -> None:
+        """Let a message wait for `receive`."""
+        self._queue.append(message if isinstance(message, bytearray) else bytes(message))
         self._queued += len(message)
-        if self._queued > QUEUE_HIGH and not self._waiting:
-            self._waiting = True
-            self.transport.pause_reading()
+        if self._queued > QUEUE_HIGH:
+            self._hold(_QUEUE)
         self._wake()
+
+    def hold(self) -> None:
+        """Read nothing more until `read_on`; what was read already is still handed on."""
+        self._hold(_OWNER)
+
+    def read_on(self) -> None:
+        """The end of `hold`."""
+        self._read_on(_OWNER)
+
+    def _hold(self, reason: int) -> None:
+        if not self._held and not self.transport.is_closing():
+            self.transport.pause_reading()
+        self._held |= reason
+
+    def _read_on(self, reason: int) -> None:
+        if self._held:
+            self._held &= ~reason
+            if not self._held and not self.transport.is_closing():
+                self.transport.resume_reading()
 
     def _control(self, opcode: int, payload: bytes) -> None:
         if opcode == PING:
@@ -199,11 +235,6 @@ class WebSocket(asyncio.Protocol):
         elif opcode == CLOSE:
             self.status = int.from_bytes(payload[:2], "big") if len(payload) >= 2 else 1005
             self.close(self.status if self.status != 1005 else NORMAL)
-
-    def _resume(self) -> None:
-        self._waiting = False
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -216,24 +247,24 @@ class WebSocket(asyncio.Protocol):
         """Whether the transport holds so much that writers should wait."""
         return self._paused
 
-    def write(self, *parts: Buffer) -> None:
-        """Write one binary message, the parts joined. Raises `Unreachable` once the connection is over."""
+    def write(self, message: bytes) -> None:
+        """Write one binary message. Raises `Unreachable` once the connection is over."""
+        self.send(bytearray(message))
+
+    def send(self, message: bytearray) -> None:
+        """`write`, for a message that may be changed and is not used again by the caller."""
         if self.end is not None:
             raise Unreachable(str(self.end), code=self.end.code)
         if self._client:
             mask = _masks.next()
-            body = masked_body(mask, *parts)
-            head = header(len(body), mask=mask)
-            if len(body) < _JOIN_BELOW:
-                self.transport.write(head + body)
-            else:
-                self.transport.writelines((head, body))
-            return
-        size = sum(map(len, parts))
-        if size < _JOIN_BELOW:
-            self.transport.write(b"".join((header(size), *parts)))
+            mask_in_place(mask, message)
+            head = header(len(message), mask=mask)
         else:
-            self.transport.writelines((header(size), *parts))
+            head = header(len(message))
+        if len(message) < _JOIN_BELOW:
+            self.transport.write(head + message)
+        else:
+            self.transport.writelines((head, message))
 
     async def drain(self) -> None:
         """Return once the transport has room. Raises `Unreachable` if the connection ends before."""
@@ -250,11 +281,11 @@ class WebSocket(asyncio.Protocol):
             self._write(PING, b"")
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """See `asyncio.BaseProtocol`."""
         self._paused = True
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """See `asyncio.BaseProtocol`."""
         self._paused = False
         self._release_writers()
         if self._on_writable is not None:
@@ -269,12 +300,11 @@ class WebSocket(asyncio.Protocol):
     def _write(self, opcode: int, payload: bytes) -> None:
         if self.transport.is_closing():
             return
+        mask, body = b"", bytearray(payload)
         if self._client:
             mask = _masks.next()
-            head, body = header(len(payload), opcode=opcode, mask=mask), bytes(masked_body(mask, payload))
-        else:
-            head, body = header(len(payload), opcode=opcode), payload
-        self.transport.write(head + body)
+            mask_in_place(mask, body)
+        self.transport.write(header(len(body), opcode=opcode, mask=mask) + body)
 
     # --- the end ---
 
@@ -294,11 +324,11 @@ class WebSocket(asyncio.Protocol):
         self.transport.abort()
 
     def eof_received(self) -> bool:
-        """See `asyncio.Protocol`: half of a connection is none."""
+        """See `asyncio.BaseProtocol`: half of a connection is none."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """See `asyncio.BaseProtocol`."""
         if self._closing is not None:
             self._closing.cancel()
         self._finish(Unreachable(f"the connection was lost: {exc}" if exc else "the connection was closed"))
@@ -350,10 +380,12 @@ def _take_over(
     before = transport.get_protocol()
     assert before is not None
     socket = socket_of(before.connection_lost)
+    transport.pause_reading()  # event loops look at the kind of protocol when reading starts
     transport.set_protocol(socket)
+    transport.resume_reading()
     transport.set_write_buffer_limits(high=WRITE_HIGH)
     if rest.data:
-        socket.data_received(rest.data)
+        socket.feed(rest.data)
     return socket
 
 

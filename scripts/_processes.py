@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -26,10 +26,11 @@ class Failed(Exception):  # noqa: N818 - what the script prints, not a fault of 
 class Children:
     """Context manager of child processes: on leaving it, for whatever reason, all are stopped."""
 
-    def __init__(self, folder: Path, *, grace_s: float = 10.0) -> None:
+    def __init__(self, folder: Path, *, grace_s: float = 20.0) -> None:
         self._folder = folder
         self._grace_s = grace_s
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Children:
         def leave(number: int, frame: FrameType | None) -> None:
@@ -37,7 +38,8 @@ class Children:
 
         for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):
             if hasattr(signal, name):
-                signal.signal(getattr(signal, name), leave)
+                number = getattr(signal, name)
+                self._handlers[number] = signal.signal(number, leave)
         return self
 
     def __exit__(
@@ -48,6 +50,9 @@ class Children:
         except KeyboardInterrupt:  # a second Ctrl-C: no more patience, but still nothing left behind
             for child in self._children.values():
                 _end(child)
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
         """Start `command`, its output in `NAME.log`."""

@@ -1,4 +1,4 @@
-"""scripts/train_tiny.py: the text is cleaned as for the bundled model; a run learns, resumes, is evaluated."""
+"""scripts/train_tiny.py: the text is cleaned as for the bundled model; runs learn, resume, are evaluated."""
 
 from __future__ import annotations
 

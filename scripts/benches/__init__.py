@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 SUITES = {
+    "kernel": "one expert's FFN on one thread, against read bandwidth and torch's own kernels",
     "memory": "peak memory and bytes read of a backbone without its experts, against stock transformers",
 }
 """Suite -> what it measures."""

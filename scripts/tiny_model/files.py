@@ -17,7 +17,11 @@ CHECKPOINT = "checkpoint.pt"
 HELDOUT = "heldout.txt"
 LARGEST_SHARD = 32 * 1024 * 1024
 """Bytes that no file of the model may exceed."""
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
+"""Joins the messages by newlines. A bare newline after a block would be trimmed by transformers."""
 
 
 class FilesError(Exception):
@@ -59,7 +63,7 @@ def write_model(folder: Path, run: Run) -> None:
     The model in `run` is rounded to bf16 by this: the run is over. Raises FilesError where a shard would be
     larger than 32 MB.
     """
-    model = run.model.to(torch.bfloat16)
+    model = run.model.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
     total = sum(parameter.nbytes for parameter in model.parameters())
     shard = total // 2 + model.get_input_embeddings().weight.nbytes  # the largest tensor as it is stored
     for old in folder.glob("model-*.safetensors"):
@@ -88,7 +92,7 @@ def evaluate(folder: Path, tokens: int | None = None) -> float:
         folder, dtype=torch.float32, local_files_only=True, experts_implementation="grouped_mm"
     )
     text = (folder / HELDOUT).read_bytes().decode("utf-8")
-    return heldout_loss(model, encode(tokenizer, text)[:tokens])
+    return heldout_loss(model, encode(tokenizer, text)[:tokens])  # type: ignore[arg-type]
 
 
 def same_preparation(folder: Path, reference: Path) -> bool:

@@ -84,7 +84,7 @@ def train_tokenizer(text: str, recipe: Recipe) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(text.split("\n"), learn)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe, eos_token=END, bos_token=END, model_max_length=recipe.positions
     )
 
@@ -115,7 +115,7 @@ def make_model(recipe: Recipe) -> Qwen3MoeForCausalLM:
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
-        head_dim=recipe.head_width,
+        head_dim=recipe.head_width,  # type: ignore[call-arg]
         num_experts=recipe.experts,
         num_experts_per_tok=recipe.top_k,
         norm_topk_prob=True,
@@ -197,9 +197,9 @@ def heldout_loss(model: Qwen3MoeForCausalLM, ids: Tensor) -> float:
 
     Windows of 256 tokens follow each other without overlap; the last may be shorter. Each is read alone.
     """
-    model.eval()
+    model.train(False)
     total, count = 0.0, 0
-    for window in ids.split(WINDOW):
+    for window in torch.split(ids, WINDOW):
         if len(window) > 1:
             row = window[None]
             total += float(model(input_ids=row, labels=row).loss) * (len(window) - 1)

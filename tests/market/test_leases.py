@@ -56,9 +56,7 @@ async def attempt(device: Device, offer: Offer) -> str:
 async def test_200_claimers_at_once_on_50_slots_make_50_winners(either_market: Stall) -> None:
     market = either_market
     plan_id, plan = await market.publish(small_plan(layers=25))
-    devices: list[Device] = []
-    for _ in range(10):
-        devices += await asyncio.gather(*(market.device() for _ in range(20)))
+    devices = await market.devices(200)
     tries = [attempt(d, offer_of(plan_id, plan.windows[n % 25])) for n, d in enumerate(devices)]
     outcomes = Counter(await asyncio.gather(*tries))
     assert outcomes == {"won": 50, "conflict": 150}

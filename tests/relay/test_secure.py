@@ -60,7 +60,7 @@ async def test_the_device_is_ready_only_after_the_first_packet_decrypts() -> Non
         await until(lambda: len(arrived) == 2)
         assert not accepting.done()
         device.generations.check(SWARM.backbone.certificate.id, 1)  # nothing is completed yet
-        right._inbox.put(arrived[1])
+        right._arrived(arrived[1])
         assert (await accepting).generation == session.generation
     with pytest.raises(Refused):
         device.generations.check(SWARM.backbone.certificate.id, 1)

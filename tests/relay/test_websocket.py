@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
@@ -16,7 +17,7 @@ from relay.websocket import (
     MessageReader,
     close_payload,
     header,
-    masked_body,
+    mask_in_place,
 )
 
 MASK = b"\x01\x80\xff\x10"
@@ -40,12 +41,15 @@ def frame(payload: bytes, *, masked: bool = False, first: int = 0x80 | BINARY) -
     """One frame as a peer would send it."""
     head = bytearray(header(len(payload), mask=MASK if masked else b""))
     head[0] = first
-    return bytes(head) + bytes(masked_body(MASK, payload) if masked else payload)
+    body = bytearray(payload)
+    if masked:
+        mask_in_place(MASK, body)
+    return bytes(head) + bytes(body)
 
 
 def chunked(data: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536, 66_000])
@@ -65,7 +69,9 @@ def test_headers(size: int, mask: bytes) -> None:
 def test_the_masking_of_rfc_6455() -> None:
     """The example of section 5.7: a masked "Hello"."""
     mask = bytes.fromhex("37fa213d")
-    assert masked_body(mask, b"He", b"llo") == bytes.fromhex("7f9f4d5158")
+    body = bytearray(b"Hello")
+    mask_in_place(mask, body)
+    assert body == bytes.fromhex("7f9f4d5158")
     taken = Taken(masked=True)
     taken.reader.feed(b"\x82\x85" + mask + bytes.fromhex("7f9f4d5158"))
     assert taken.messages == [b"Hello"]

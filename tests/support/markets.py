@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
+from market.admission import store_grant
 from market.client import MarketClient
 from market.config import MarketConfig
 from market.messages import Abilities, Offer, RelayListing
@@ -25,7 +26,9 @@ from market.plans import (
     sign_plan,
 )
 from market.server import Market, serving
+from market.store import Session
 from market.swarm import SwarmKeys
+from market.wallet import Challenge, new_nonce, open_grant, sign_challenge
 from market.windows import cut_windows
 from relay.identity import ExchangeKey, SigningKey
 
@@ -132,6 +135,25 @@ class Stall:
         client = self.client(key=key)
         await client.login(wallet, key, exchange)
         return Device(wallet, key, exchange, client)
+
+    async def devices(self, count: int) -> list[Device]:
+        """Many devices, each with a wallet of its own, their grants put straight into the store."""
+        made, grants = [], []
+        now = int(self.clock())
+        for _ in range(count):
+            wallet, key, exchange = SigningKey.generate(), SigningKey.generate(), ExchangeKey.generate()
+            keys = (wallet.public, key.public, exchange.public, self.keys.root_public)
+            text = Challenge(self.url, *keys, "serve", new_nonce(), now, now + 86_400).text
+            signature = sign_challenge(text, wallet)
+            grants.append(open_grant(text, signature, root=self.keys.root_public, now=now))
+            made.append(Device(wallet, key, exchange, self.client(key=key)))
+
+        def store(session: Session) -> None:
+            for grant in grants:
+                store_grant(session, grant)
+
+        await self.market._store.write(store)
+        return made
 
     async def publish(self, plan: Plan | None = None) -> tuple[PlanId, Plan]:
         """Publish a plan as the swarm's backbone."""

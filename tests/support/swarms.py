@@ -1,4 +1,4 @@
-"""A whole swarm in this process: a backbone on port 0 and node daemons, each behind a wire that can be cut."""
+"""A whole swarm in this process: a backbone on port 0 and nodes, each behind a wire that can be cut."""
 
 from __future__ import annotations
 
