@@ -35,8 +35,9 @@ DEFAULT_PRECISIONS = ("stored", "int8")
 class Checkpoint:
     """One opened checkpoint. Safe to read from several threads."""
 
-    def __init__(self, path: Path, shards: Shards, skeleton: Skeleton) -> None:
+    def __init__(self, path: Path, shards: Shards, skeleton: Skeleton, *, source: str = "local") -> None:
         self.path = path
+        self.source = source
         self.shards = shards
         self.skeleton = skeleton
         self._recipes: tuple[LayerRecipe, ...] | None = None
@@ -57,6 +58,16 @@ class Checkpoint:
     def name(self) -> str:
         """A name for people: the folder's."""
         return self.path.resolve().name
+
+    @property
+    def revision(self) -> str:
+        """What pins its exact bytes."""
+        return self.shards.revision()
+
+    @property
+    def dense_path(self) -> Path:
+        """The folder that transformers loads everything but the experts from."""
+        return self.path
 
     @property
     def config(self) -> Any:
@@ -116,8 +127,8 @@ class Checkpoint:
             )
         return Plan(
             model=model or self.name,
-            revision=self.shards.revision(),
-            source="local",
+            revision=self.revision,
+            source=self.source,
             architecture=self.skeleton.architecture,
             files=self.shards.files,
             width=widths.pop(),
@@ -138,9 +149,8 @@ class Checkpoint:
 
     def hash_window(self, plan: Plan, window: Window) -> WindowHashes:
         """The hash of every chunk of `plan.window_chunks(window)`, in order. Reads the whole window once."""
-        body = pack({"v": PROTOCOL_VERSION, **plan_fields(plan)})
         chunks = tuple(hashlib.sha256(self.read(chunk)).digest() for chunk in plan.window_chunks(window))
-        return WindowHashes(PlanId(hashlib.sha256(body).digest()), window, chunks)
+        return WindowHashes(id_of(plan), window, chunks)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -151,3 +161,8 @@ class Checkpoint:
     def close(self) -> None:
         """Close its files."""
         self.shards.close()
+
+
+def id_of(plan: Plan) -> PlanId:
+    """The id that a plan has whoever signs it."""
+    return PlanId(hashlib.sha256(pack({"v": PROTOCOL_VERSION, **plan_fields(plan)})).digest())

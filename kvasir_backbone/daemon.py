@@ -187,6 +187,10 @@ class _Daemon:
         if backbone.swarm is not None:
             await backbone.swarm.close()
 
+    def _keep_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """From the planning thread, at once: it is closed even if the daemon ends while it plans."""
+        self.backbone.checkpoint = checkpoint
+
     def _close_checkpoint(self) -> None:
         if self.backbone.checkpoint is not None:
             self.backbone.checkpoint.close()
@@ -249,8 +253,7 @@ class _Daemon:
             certificate=key.certificate,
         )
         backbone.client = market
-        built = await loop.run_in_executor(self.threads, _build_plan, self.config)
-        backbone.checkpoint = built.checkpoint
+        built = await loop.run_in_executor(self.threads, _build_plan, self.config, self._keep_checkpoint)
         document = await loop.run_in_executor(self.threads, sign_plan, built.plan, key.signing)
         await _publish(market, document)
         backbone.plan, backbone.plan_id = built.plan, plan_id(document)
@@ -328,7 +331,7 @@ class _Built:
     references: References
 
 
-def _build_plan(config: BackboneConfig) -> _Built:
+def _build_plan(config: BackboneConfig, opened: Callable[[Checkpoint], None]) -> _Built:
     """Open the checkpoint, prove its recipes, cut the plan. Seconds; run off the loop."""
     import torch
 
@@ -339,6 +342,7 @@ def _build_plan(config: BackboneConfig) -> _Built:
 
     torch.set_num_threads(1)
     checkpoint = Checkpoint.open(config.model)
+    opened(checkpoint)
     dtype = resolve_dtype(checkpoint.config, config.dtype)
     plan = checkpoint.make_plan(
         window_bytes=config.window_bytes, wire_dtype=dtype, model=config.name, rng=random.SystemRandom()

@@ -18,31 +18,32 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
 from relay.errors import ConfigError, KvasirError, Refused
 
+from .generation import FinishReason, Generation, GenerationRequest, Outcome, RequestStats, Token
 from .sampling import Sampler
 from .scheduler import Scheduler, SchedulerConfig, Segment
 
 if TYPE_CHECKING:
     from .model import StepResult, Work
 
+__all__ = ["Engine", "EngineConfig", "EngineStats", "Generation", "GenerationRequest", "Model", "Token"]
+
 _log = structlog.get_logger("backbone")
 
 IDLE_S: Final = 0.05
 """How long the step thread waits when no request can go on, seconds."""
-
-FinishReason = Literal["stop", "length"]
-Outcome = Literal["stop", "length", "cancelled", "failed"]
 
 
 class Model(Protocol):
     """What the engine needs of a model; `BackboneModel` is one."""
 
     packed: bool
+    chunked: bool
     kv_token_bytes: int
     context_length: int
     vocabulary: int
@@ -89,47 +90,6 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What to generate. `max_tokens` None: as many as context and KV cache have room for.
-
-    `temperature` 0 is greedy; `seed` None draws one. `choice` tells several completions of one prompt apart.
-    `ignore_eos` goes on after an end-of-text token. `metered`: the demand is paid for.
-    """
-
-    prompt_ids: Sequence[int]
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-    choice: int = 0
-    ignore_eos: bool = False
-    metered: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token: its id, its place (0 for the first), when it was sampled (monotonic seconds)."""
-
-    id: int
-    index: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class RequestStats:
-    """One request's figures so far. Times are monotonic seconds."""
-
-    prompt_tokens: int
-    generated_tokens: int
-    submitted_at: float
-    first_token_at: float | None
-    finished_at: float | None
-    steps: int
-    preemptions: int
-    outcome: Outcome | None
-
-
-@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine's figures since it started."""
 
@@ -143,69 +103,6 @@ class EngineStats:
     kv_blocks: int
     kv_blocks_free: int
     step_s: float
-
-
-class Generation:
-    """A submitted request: an async iterator over its tokens, to be read by one task of its loop.
-
-    After the last token `finish_reason` says why it was the last. The iteration raises the `KvasirError`
-    that ended a failed request, and `Refused("draining")` where the engine stopped first.
-    """
-
-    def __init__(
-        self, id: int, request: GenerationRequest, engine: Engine, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.id = id
-        self.request = request
-        self._engine = engine
-        self._loop = loop
-        self._tokens: deque[Token] = deque()
-        self._ready = asyncio.Event()
-        self._ended = False
-        self._error: BaseException | None = None
-        self._finish: FinishReason | None = None
-        self._final: RequestStats | None = None
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """ "stop" after an end-of-text token, "length" after `max_tokens`."""
-        if self._finish is None:
-            raise KvasirError("the request has not ended by itself")
-        return self._finish
-
-    @property
-    def stats(self) -> RequestStats:
-        """The request's figures; final once the iteration ended."""
-        return self._final or self._engine._request_stats(self)
-
-    def cancel(self) -> None:
-        """Give the request up: no more tokens come. Without effect once it ended. From any thread."""
-        self._engine._cancel(self.id)
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> Token:
-        while not self._tokens:
-            if self._ended:
-                if self._error is not None:
-                    raise self._error
-                raise StopAsyncIteration
-            self._ready.clear()
-            await self._ready.wait()
-        token = self._tokens.popleft()
-        self._engine._consumed(self.id)
-        return token
-
-    def _deliver(
-        self, token: Token | None, ended: bool, finish: FinishReason | None, error: BaseException | None
-    ) -> None:
-        """Runs on the loop: what the step thread had for this request."""
-        if token is not None:
-            self._tokens.append(token)
-        if ended:
-            self._ended, self._finish, self._error = True, finish, error
-        self._ready.set()
 
 
 @dataclass(slots=True)
@@ -267,7 +164,7 @@ class Engine:
             SchedulerConfig(
                 total_blocks=self._total_blocks(),
                 block_tokens=self.config.block_tokens,
-                chunk_rows=self.config.chunk_rows,
+                chunk_rows=self.config.chunk_rows if model.chunked else model.context_length,
                 rowwise_rows=self.config.chunk_rows if model.packed else 1,
                 step_rows=max(self.config.step_rows, self.config.max_running),
                 max_running=self.config.max_running,
@@ -359,13 +256,15 @@ class Engine:
 
     # --- called by generations ---------------------------------------------------------------------------
 
-    def _cancel(self, request: int) -> None:
+    def cancel(self, request: int) -> None:
+        """See `Owner.cancel`."""
         with self._lock:
             if request in self._states:
                 self._cancelled.append(request)
                 self._lock.notify()
 
-    def _consumed(self, request: int) -> None:
+    def consumed(self, request: int) -> None:
+        """See `Owner.consumed`."""
         with self._lock:
             state = self._states.get(request)
             if state is not None:
@@ -374,10 +273,11 @@ class Engine:
                     self._scheduler.pause(request, False)
                     self._lock.notify()
 
-    def _request_stats(self, generation: Generation) -> RequestStats:
+    def request_stats(self, generation: Generation) -> RequestStats:
+        """See `Owner.request_stats`."""
         with self._lock:
             state = self._states.get(generation.id)
-            stats = generation._final if state is None else _stats_of(state)
+            stats = generation.final if state is None else _stats_of(state)
         assert stats is not None
         return stats
 
@@ -514,7 +414,7 @@ class Engine:
         with self._lock:
             self._scheduler.finish(number)
             self._states.pop(number, None)
-            state.generation._final = _stats_of(state)
+            state.generation.final = _stats_of(state)
             self._counters.finished[outcome] += 1
         self.model.forget(number)
         return (state.generation, None, True, None, error)
@@ -523,7 +423,7 @@ class Engine:
         """Wake every loop once with all it has to hear of."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
         for delivery in deliveries:
-            by_loop.setdefault(delivery[0]._loop, []).append(delivery)
+            by_loop.setdefault(delivery[0].loop, []).append(delivery)
         for loop, mine in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_deliver_all, mine)
@@ -561,7 +461,7 @@ class Engine:
 
 def _deliver_all(deliveries: Sequence[_Delivery]) -> None:
     for generation, token, ended, finish, error in deliveries:
-        generation._deliver(token, ended, finish, error)
+        generation.deliver(token, ended, finish, error)
 
 
 def _stats_of(state: _State) -> RequestStats:

@@ -239,8 +239,8 @@ class DeviceLink:
         finally:
             if successor is None:
                 self._lost(reason)
-        if successor is None and not session.closed:
-            await session.close("closed", reason)
+        if not session.closed:
+            await session.close("closed", reason if successor is None else "a newer session took over")
         return successor
 
     def _open(self, session: SecureSession) -> None:

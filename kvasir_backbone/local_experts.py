@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from market.plans import ByteRange, LayerRecipe, Plan
-from relay.errors import ConfigError
+from relay.errors import ConfigError, KvasirError
 
 from .seam import DispatchFailed, RowKey
 
@@ -105,7 +105,7 @@ class LocalExperts:
             where = torch.div(pairs, k, rounding_mode="floor")
             try:
                 out[pairs] = self.run(layer, int(expert), rows[where])
-            except ConfigError as error:
+            except KvasirError as error:
                 failed.update(dict.fromkeys(where.tolist(), str(error)))
                 out[pairs] = 0
         result = out.view(count, k, -1)

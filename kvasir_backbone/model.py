@@ -46,6 +46,12 @@ PACKED_TYPES: Final = frozenset(
 )  # fmt: skip
 """Model types whose attention fits the packed form; each is compared with stock `generate` by a test."""
 
+CHUNKED_TYPES: Final = PACKED_TYPES | {
+    "deepseek_v2", "deepseek_v3", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next",
+}  # fmt: skip
+"""Model types whose prompts may be computed in chunks; each is compared with stock by a test. The others
+compute a prompt in one piece: transformers' state-space layers, for one, lose their state between chunks."""
+
 _FIXED_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that depend on a row's own position only."""
 
@@ -72,9 +78,10 @@ class StepResult:
 class BackboneModel:
     """A loaded backbone. One step thread at a time may call `forward`.
 
-    `packed` says whether requests share a forward pass; `packed_fault` why not. `dispatcher` runs the
-    experts and may be replaced between steps. `kv_token_bytes` are the bytes of keys and values of one
-    position (estimated from the configuration where transformers keeps them).
+    `packed` says whether requests share a forward pass, `packed_fault` why not; `chunked` whether a prompt
+    may be computed in several pieces. `dispatcher` runs the experts and may be replaced between steps.
+    `kv_token_bytes` are the bytes of keys and values of one position (from the configuration: an upper
+    bound where transformers keeps them itself).
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: str, dispatcher: Dispatcher | None) -> None:
@@ -91,6 +98,7 @@ class BackboneModel:
             module.kvasir_layer = layer
         self.packed_fault = packed_fault(text)
         self.packed = self.packed_fault is None
+        self.chunked = text.model_type in CHUNKED_TYPES
         self.vocabulary = int(text.vocab_size)
         self.context_length = int(getattr(text, "max_position_embeddings", 0) or 2**20)
         self.kv_token_bytes = kv_token_bytes(text, DTYPES[dtype].itemsize)
@@ -120,10 +128,11 @@ class BackboneModel:
         kwargs: dict[str, Any] = {"experts_implementation": routing.IMPLEMENTATION}
         if packed_fault(text) is None:
             kwargs["attn_implementation"] = packed.ATTENTION
+        folder = checkpoint.dense_path
         with _load_lock, _without_experts(classes), _quiet():
             try:
                 model = auto.from_pretrained(
-                    checkpoint.path,
+                    folder,
                     config=checkpoint.config,
                     dtype=DTYPES[name],
                     local_files_only=True,
@@ -310,16 +319,26 @@ def packed_fault(text: Any) -> str | None:
 
 
 def kv_token_bytes(text: Any, item_bytes: int) -> int:
-    """Bytes of the keys and values of one position over all layers that keep any."""
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key, value = int(head_dim), int(head_dim)
-    if getattr(text, "kv_lora_rank", None):  # latent attention, which transformers caches expanded
-        heads = int(text.num_attention_heads)
-        key, value = int(text.qk_nope_head_dim + text.qk_rope_head_dim), int(text.v_head_dim)
+    """Bytes of the keys and values of one position over all layers that keep any, at `item_bytes` each."""
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    return max(1, layers * heads * (key + value) * item_bytes)
+    layers = list(getattr(text, "per_layer_config", None) or [text] * len(kinds))
+    elements = sum(
+        _kv_elements(layer)
+        for layer, kind in zip(layers, kinds, strict=True)
+        if "attention" in kind and "linear" not in kind
+    )
+    return max(1, elements * item_bytes)
+
+
+def _kv_elements(layer: Any) -> int:
+    """Elements of the key and value of one position in one attention layer of this configuration."""
+    if getattr(layer, "kv_lora_rank", None):  # latent attention, which transformers caches expanded
+        return int(
+            layer.num_attention_heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim)
+        )
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return int(2 * heads * head_dim)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

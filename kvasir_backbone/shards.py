@@ -4,8 +4,9 @@ Knows the safetensors format (https://github.com/huggingface/safetensors#format:
 header length, a JSON header, then the data) and the sharded index of the Hugging Face hub. Checks every
 header before anything is believed. Knows no torch, no transformers and no model.
 
-Reads go through positional file reads and never through a memory map, so that the pages of experts which
-were hashed or served do not count against this process.
+Local reads go through positional file reads and never through a memory map, so that the pages of experts
+which were hashed or served do not count against this process. Files elsewhere (`ByteFile`) are read as their
+owner can.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from market.plans import STORED_DTYPES, ByteRange, PlanFile
 from relay.errors import ConfigError
@@ -26,7 +27,11 @@ INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound on a header."""
 
+MAX_INDEX_BYTES = 256 * 1024 * 1024
+"""An index larger than this is no index."""
+
 _PREAD = hasattr(os, "pread")
+_ADVISE = hasattr(os, "posix_fadvise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +46,98 @@ class StoredTensor:
     end: int
 
 
-class Shards:
-    """Every tensor of a checkpoint folder by name. Reads are safe from several threads."""
+class ByteFile(Protocol):
+    """One safetensors file, wherever it is. Reads are safe from several threads.
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        self.folder = folder
+    `name` is relative to the model, `label` names it to people, `size` is in bytes.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+    def read(self, start: int, end: int) -> bytes | memoryview:
+        """Bytes `start` up to `end`. Raises `ConfigError` where they are gone."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        ...
+
+
+class LocalFile:
+    """A `ByteFile` of a folder here. Raises `ConfigError` where it is missing or leads out of the folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        path = folder / name
+        if not path.is_file():
+            raise ConfigError(f"the checkpoint's index names {name}, which is not in {folder}")
+        _refuse_outside(folder, path)
+        self.name = name
+        self.label = str(path)
+        self._lock = threading.Lock()
+        self._handle = path.open("rb", buffering=0)
+        self.size = os.fstat(self._handle.fileno()).st_size
+
+    def read(self, start: int, end: int) -> bytes:
+        """See `ByteFile.read`."""
+        if not _PREAD:
+            with self._lock:
+                self._handle.seek(start)
+                return self._whole(self._handle.read(end - start) or b"", start, end)
+        data = os.pread(self._handle.fileno(), end - start, start)
+        while len(data) < end - start:  # a single read stops at 2 GiB, or earlier on some file systems
+            more = os.pread(self._handle.fileno(), end - start - len(data), start + len(data))
+            if not more:
+                break
+            data += more
+        return self._whole(data, start, end)
+
+    def close(self) -> None:
+        """See `ByteFile.close`."""
+        self._handle.close()
+
+    def _whole(self, data: bytes, start: int, end: int) -> bytes:
+        if len(data) != end - start:
+            raise ConfigError(
+                f"{self.label} has changed while it was open: bytes {start} to {end} are gone; put the file "
+                "back and start again"
+            )
+        return data
+
+
+class Shards:
+    """Every tensor of a checkpoint by name, from the headers of its files, which it owns.
+
+    Raises `ConfigError` for headers that are truncated, oversized, overlapping or lying. `where` names the
+    checkpoint to people. Reads are safe from several threads.
+    """
+
+    def __init__(self, files: Sequence[ByteFile], where: str) -> None:
         self.tensors: dict[str, StoredTensor] = {}
-        self._handles: list[BinaryIO] = []
-        self._locks: list[threading.Lock] = []
+        self._files = tuple(files)
         self._headers: list[bytes] = []
-        files: list[PlanFile] = []
         try:
-            for name in names:
-                files.append(self._add(name, len(files)))
+            for number, file in enumerate(self._files):
+                self._add(file, number, where)
         except BaseException:
             self.close()
             raise
-        self.files = tuple(files)
+        self.files = tuple(PlanFile(file.name, file.size) for file in self._files)
 
     @classmethod
     def open(cls, folder: Path) -> Shards:
         """Open every safetensors file that the index names (or all of them where there is no index).
 
         Raises `ConfigError` for a folder without safetensors, an index that names missing files or paths
-        outside the folder, and headers that are truncated, oversized, overlapping or lying.
+        outside the folder, and bad headers.
         """
         index = folder / INDEX_NAME
         if index.is_file():
-            names = _index_names(index)
+            names = index_names(index)
         else:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:
@@ -76,7 +145,15 @@ class Shards:
                 f"{folder} holds no .safetensors files: convert the checkpoint to safetensors first "
                 "(save_pretrained writes them)"
             )
-        return cls(folder, names)
+        files: list[LocalFile] = []
+        try:
+            for name in names:
+                files.append(LocalFile(folder, name))
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        return cls(files, str(folder))
 
     @property
     def total_bytes(self) -> int:
@@ -84,25 +161,8 @@ class Shards:
         return sum(file.size for file in self.files)
 
     def read(self, where: ByteRange) -> memoryview:
-        """The bytes of that range. Raises `ConfigError` where the file has become shorter."""
-        handle, want = self._handles[where.file], where.nbytes
-        if _PREAD:
-            data = os.pread(handle.fileno(), want, where.start)
-            while len(data) < want:  # a single read stops at 2 GiB, or earlier on some file systems
-                more = os.pread(handle.fileno(), want - len(data), where.start + len(data))
-                if not more:
-                    break
-                data += more
-        else:
-            with self._locks[where.file]:
-                handle.seek(where.start)
-                data = handle.read(want)
-        if len(data) != want:
-            raise ConfigError(
-                f"{self.folder / self.files[where.file].name} has changed while it was open: bytes "
-                f"{where.start} to {where.end} are gone; put the file back and start again"
-            )
-        return memoryview(data)
+        """The bytes of that range. Raises `ConfigError` where they are gone."""
+        return memoryview(self._files[where.file].read(where.start, where.end))
 
     def revision(self) -> str:
         """A name for these exact bytes: SHA-256 over every name, size and header and 64 samples a file.
@@ -127,33 +187,26 @@ class Shards:
 
     def close(self) -> None:
         """Close every file; reads afterwards fail."""
-        for handle in self._handles:
-            handle.close()
+        for file in self._files:
+            file.close()
 
-    def _add(self, name: str, number: int) -> PlanFile:
-        path = self.folder / name
-        if not path.is_file():
-            raise ConfigError(f"the checkpoint's index names {name}, which is not in {self.folder}")
-        _refuse_outside(self.folder, path)
-        size = path.stat().st_size
-        handle = path.open("rb", buffering=0)
-        self._handles.append(handle)
-        self._locks.append(threading.Lock())
-        header = _read_header(path, handle, size)
+    def _add(self, file: ByteFile, number: int, where: str) -> None:
+        header = _read_header(file)
         self._headers.append(header)
-        for tensor in _parse_header(path, header, size, number):
+        for tensor in _parse_header(file.label, header, file.size, number):
             if tensor.name in self.tensors:
-                raise ConfigError(f"tensor {tensor.name} is in two files of {self.folder}; keep one")
+                raise ConfigError(f"tensor {tensor.name} is in two files of {where}; keep one")
             self.tensors[tensor.name] = tensor
-        return PlanFile(name, size)
 
 
-def _index_names(index: Path) -> list[str]:
-    """The distinct file names of a sharded index, sorted."""
+def index_names(index: Path) -> list[str]:
+    """The distinct file names of a sharded index, sorted. Raises `ConfigError` for any outside its folder."""
     try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {MAX_INDEX_BYTES:,} bytes")
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is not a safetensors index: {error}") from None
     for name in names:
         if not name.endswith(".safetensors") or Path(name).is_absolute() or ".." in Path(name).parts:
@@ -169,25 +222,29 @@ def _refuse_outside(folder: Path, path: Path) -> None:
         raise ConfigError(f"{path} is a link out of the model's folder, to {real}: copy the file in")
 
 
-def _read_header(path: Path, handle: BinaryIO, size: int) -> bytes:
-    prefix = handle.read(8)
+def header_length(prefix: bytes | memoryview, label: str, size: int) -> int:
+    """Bytes of the header after the first 8 bytes of a file of `size` bytes. Raises `ConfigError`."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise ConfigError(f"{path} is truncated or not a safetensors file: fetch it again")
-    header = handle.read(length)
-    if len(header) != length:
-        raise ConfigError(f"{path} is truncated: fetch it again")
-    return header
+        raise ConfigError(f"{label} is truncated or not a safetensors file: fetch it again")
+    return length
 
 
-def _parse_header(path: Path, header: bytes, size: int, number: int) -> Iterator[StoredTensor]:
+def _read_header(file: ByteFile) -> bytes:
+    if file.size < 8:
+        raise ConfigError(f"{file.label} is truncated or not a safetensors file: fetch it again")
+    length = header_length(file.read(0, 8), file.label, file.size)
+    return bytes(file.read(8, 8 + length))
+
+
+def _parse_header(path: str, header: bytes, size: int, number: int) -> Iterator[StoredTensor]:
     """The tensors of one header, checked: known dtypes, true lengths, inside the file, disjoint."""
     try:
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
         base = 8 + len(header)
         tensors = [_stored_tensor(name, entry, base, number) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"the header of {path} is malformed ({error}): fetch the file again") from None
     end = base
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
@@ -201,8 +258,10 @@ def _parse_header(path: Path, header: bytes, size: int, number: int) -> Iterator
 
 
 def _stored_tensor(name: str, entry: dict[str, Any], base: int, number: int) -> StoredTensor:
-    dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-    begin, end = (int(offset) for offset in entry["data_offsets"])
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if not isinstance(dtype, str) or any(type(value) is not int for value in (*shape, begin, end)):
+        raise ValueError(f"{name} is not described by a dtype and whole numbers")
     elements = 1
     for size in shape:
         if size < 0:

@@ -90,7 +90,7 @@ def build_skeleton(path: Path) -> Skeleton:
     except (AttributeError, ImportError, KeyError, RuntimeError, TypeError) as error:
         raise ConfigError(
             f"{config.model_type}: transformers cannot build this model, so Kvasir cannot serve it "
-            f"({type(error).__name__}: {str(error):.200})"
+            f"({type(error).__name__}: {error!s:.200})"
         ) from None
     experts = find_experts(model)
     if not experts:

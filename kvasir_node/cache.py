@@ -75,6 +75,36 @@ class WindowBytes:
         self._entry.close()
 
 
+class ChunkWriter:
+    """One chunk on its way to disk, part by part: hashed and written as it comes, in one thread at a time.
+
+    Until its last byte has come and the hash is right the journal does not name it, so it is never used.
+    """
+
+    def __init__(self, entry: CacheEntry, index: int, place: int, size: int) -> None:
+        self._entry = entry
+        self._index = index
+        self._place = place
+        self._left = size
+        self._digest = hashlib.sha256()
+
+    def add(self, parts: Sequence[bytes | bytearray | memoryview]) -> bool | None:
+        """The next bytes. None while more are to come; then whether the chunk is right, and kept.
+
+        Raises `CacheFull` when the disk is full.
+        """
+        size = sum(len(part) for part in parts)
+        assert size <= self._left, "more bytes than the chunk has"
+        for part in parts:
+            self._digest.update(part)
+        self._left -= size
+        good = None if self._left else self._digest.digest() == self._entry.hash_of(self._index)
+        if good is not False:
+            self._entry.write(self._place, parts, self._index if good else None)
+        self._place += size
+        return good
+
+
 class CacheEntry:
     """One window being filled or read. Pinned until `close`. Safe to use from several threads."""
 
@@ -153,21 +183,43 @@ class CacheEntry:
         """
         if len(data) != self._chunks[index].nbytes or hashlib.sha256(data).digest() != self._hashes[index]:
             return False
-        with self._lock:
-            if self._closed:
-                return True  # the fetch was given up meanwhile; the chunk is fetched again
-            try:
-                _write_at(self._data, self._offsets[index], data)
-                os.lseek(self._log, 0, os.SEEK_END)
-                os.write(self._log, _MARK.pack(index))
-            except OSError as error:
-                raise _full_or(error, self.total_bytes, self.path) from error
+        self.write(self._offsets[index], (data,), index)
         return True
 
-    def map(self) -> WindowBytes:
-        """The whole window, memory-mapped; call when every chunk is stored."""
+    def writer(self, index: int) -> ChunkWriter:
+        """Take a chunk's bytes as they come."""
+        return ChunkWriter(self, index, self._offsets[index], self._chunks[index].nbytes)
+
+    def hash_of(self, index: int) -> bytes:
+        """The SHA-256 that the chunk must have."""
+        return self._hashes[index]
+
+    def write(
+        self, place: int, parts: Sequence[bytes | bytearray | memoryview], done: int | None = None
+    ) -> None:
+        """Write `parts` at `place` of the data file; then name chunk `done` in the journal, if given.
+
+        Nothing happens once the entry is closed: the fetch was given up. Raises `CacheFull` or `OSError`.
+        """
         with self._lock:
-            os.fsync(self._data)
+            if self._closed:
+                return
+            try:
+                for part in parts:
+                    _write_at(self._data, place, part)
+                    place += len(part)
+                if done is not None:
+                    os.lseek(self._log, 0, os.SEEK_END)
+                    os.write(self._log, _MARK.pack(done))
+            except OSError as error:
+                raise _full_or(error, self.total_bytes, self.path) from error
+
+    def map(self) -> WindowBytes:
+        """The whole window, memory-mapped; call when every chunk is stored.
+
+        Nothing is forced to the disk: what a power cut takes is missed when the window is opened again.
+        """
+        with self._lock:
             return WindowBytes(self, mmap.mmap(self._data, self.total_bytes, access=mmap.ACCESS_READ))
 
     def locate(self, wanted: ByteRange) -> int:
@@ -284,12 +336,35 @@ class WeightCache:
     def _stem(self, plan_id: PlanId, window: Window) -> Path:
         return self._folder / plan_id.hex() / window.name.replace("/", "_")
 
-    def _make_room(self, stem: Path, need: int) -> None:
+    def check_room(self, plan_id: PlanId, window: Window, need: int) -> None:
+        """Raise `CacheFull` if `open` could not make room for a window of `need` bytes. Changes nothing."""
+        stem = self._stem(plan_id, window)
+        self._check_cap(need)
+        with self._lock:
+            own, others = _size(stem), [cached for cached in self.windows() if cached.path != stem]
+            pinned = sum(cached.size for cached in others if cached.path in self._pins)
+        evictable = sum(cached.size for cached in others) - pinned
+        free = shutil.disk_usage(self._folder).free + own + evictable
+        if own != need and (pinned + need > self.cap_bytes or free - need < self._reserve):
+            raise self._full(need, pinned)
+
+    def _check_cap(self, need: int) -> None:
         if need > self.cap_bytes:
             raise CacheFull(
                 f"a window of {need:,} bytes is more than the cache may hold ({self.cap_bytes:,}): "
                 "raise --cache-bytes"
             )
+
+    def _full(self, need: int, used: int) -> CacheFull:
+        free = shutil.disk_usage(self._folder).free
+        return CacheFull(
+            f"no room for a window of {need:,} bytes: {used:,} of {self.cap_bytes:,} are in use by other "
+            f"windows, the disk has {free:,} bytes free and {self._reserve:,} are kept in reserve. "
+            "Free some disk, or raise --cache-bytes"
+        )
+
+    def _make_room(self, stem: Path, need: int) -> None:
+        self._check_cap(need)
         others = [cached for cached in self.windows() if cached.path != stem]
         used = sum(cached.size for cached in others)
         own = _size(stem)
@@ -304,12 +379,7 @@ class WeightCache:
             if cached.path not in self._pins and _remove(cached.path):
                 used -= cached.size
         if not fits():
-            free = shutil.disk_usage(self._folder).free
-            raise CacheFull(
-                f"no room for a window of {need:,} bytes: {used:,} of {self.cap_bytes:,} are in use by other "
-                f"windows, the disk has {free:,} bytes free and {self._reserve:,} are kept in reserve. "
-                "Free some disk, or raise --cache-bytes"
-            )
+            raise self._full(need, used)
 
     def _unpin(self, stem: Path) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ _MISSING, _TAKEN, _DONE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Chunks `first` up to `last` (half-open) whose bytes follow one another in one file: one request."""
+    """Chunks `first` up to `last` (half-open), one after another in `range` of one file: one request."""
 
     first: int
     last: int
@@ -56,11 +56,14 @@ class ChunkBoard:
         """Chunks that are neither done nor taken."""
         return self._state.count(_MISSING)
 
-    def take(self, source: str, max_bytes: int, *, others: Iterable[str] = ()) -> Span | None:
+    def take(
+        self, source: str, max_bytes: int, *, others: Iterable[str] = (), gap_bytes: int = 0
+    ) -> Span | None:
         """The next run of missing chunks for `source`, at most `max_bytes` (but one chunk at least).
 
-        A chunk that `source` got wrong is left to `others` (the sources still alive) while one of them
-        has not tried it. None if nothing is to do for this source now.
+        Between two chunks of a run lie at most `gap_bytes` that nobody wants. A chunk that `source` got
+        wrong is left to `others` (the sources that may serve it now) while one of them has not tried it.
+        None if nothing is to do for this source now.
         """
         alternatives = set(others) - {source}
         while self._cursor < len(self._state) and self._state[self._cursor] == _DONE:
@@ -75,7 +78,7 @@ class ChunkBoard:
             last < len(self._state)
             and self._wanted(last, source, alternatives)
             and self._chunks[last].file == self._chunks[first].file
-            and self._chunks[last].start == end
+            and 0 <= self._chunks[last].start - end <= gap_bytes
             and self._chunks[last].end - self._chunks[first].start <= max_bytes
         ):
             end = self._chunks[last].end
@@ -127,6 +130,10 @@ class SourceHealth:
     def pause_s(self, now: float) -> float:
         """Seconds until this source may be asked again; 0 if now."""
         return max(0.0, self.paused_until - now)
+
+    def well(self, now: float) -> bool:
+        """Whether it can be asked now, and its last answer was no failure."""
+        return self.dropped is None and not self._failures and now >= self.paused_until
 
     def served(self) -> None:
         """It served a good chunk: its failures in a row are forgiven, wrong chunks are not."""

@@ -137,6 +137,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--reserve-bytes", type=_size, default=1_000_000_000, help="disk to leave free (default: 1GB)"
     )
+    run.add_argument(
+        "--weights-from",
+        default="auto",
+        metavar="auto|backbone|hub|URL",
+        help="where weights come from (default: mirrors, the hub for a hub model, the backbone)",
+    )
     run.add_argument("--mirror", action="append", default=[], help="an HTTP server with the model's files")
     run.add_argument("--no-hub", action="store_true", help="never fetch from the Hugging Face hub")
     run.add_argument("--threads", type=int, default=1, help="threads for experts (default: %(default)s)")
@@ -166,6 +172,7 @@ def config_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         cache_dir=arguments.cache_dir,
         cache_bytes=arguments.cache_bytes,
         reserve_bytes=arguments.reserve_bytes,
+        weights_from=arguments.weights_from,
         mirrors=tuple(arguments.mirror),
         hub=not arguments.no_hub,
         hub_endpoint=environment.get("HF_ENDPOINT", HUB),

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from market.plans import PRECISIONS
 from relay.errors import ConfigError
@@ -17,6 +18,9 @@ from relay.links import JoinLink
 
 from .sources import HUB
 from .weights import FetchConfig
+
+WEIGHTS_FROM: Final = ("auto", "backbone", "hub")
+"""Where weights may come from, by name; a URL is the other choice."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -32,6 +36,11 @@ def parse_size(text: str) -> int:
     if not math.isfinite(size) or size >= 2**63:
         raise ConfigError(f"{text!r} is more than any machine has")
     return int(size)
+
+
+def _is_url(text: str) -> bool:
+    parts = urlsplit(text)
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def format_size(size: float) -> str:
@@ -65,6 +74,8 @@ class NodeConfig:
     """Hard cap of the weight cache; None: as much as the disk has, less the reserve."""
     reserve_bytes: int = 1_000_000_000
     """Bytes of the disk that the cache leaves free."""
+    weights_from: str = "auto"
+    """"auto", "backbone", "hub", or the URL of a mirror: the only place that weights come from."""
     mirrors: tuple[str, ...] = ()
     """HTTP servers with the model's files, asked as well as the backbone."""
     hub: bool = True
@@ -106,8 +117,14 @@ class NodeConfig:
             raise ConfigError("a node needs one session at least")
         if len(self.name) > 64 or not self.name.isprintable():
             raise ConfigError("--name is at most 64 printable characters")
+        if self.weights_from not in WEIGHTS_FROM and not _is_url(self.weights_from):
+            raise ConfigError(
+                f"--weights-from is {', '.join(WEIGHTS_FROM)} or the URL of a mirror; not {self.weights_from!r}"
+            )
+        if not _is_url(self.hub_endpoint):
+            raise ConfigError(f"HF_ENDPOINT {self.hub_endpoint!r} is not an http or https URL")
         for mirror in self.mirrors:
-            if not mirror.startswith(("http://", "https://")):
+            if not _is_url(mirror):
                 raise ConfigError(f"the mirror {mirror!r} is not an http or https URL")
 
     @property

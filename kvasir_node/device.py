@@ -24,6 +24,7 @@ import psutil
 from relay.errors import ConfigError
 
 from .config import NodeConfig, format_size
+from .surroundings import on_battery
 
 _CGROUP_FILES: Final = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -129,17 +130,6 @@ def usable_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def on_battery() -> bool:
-    """Whether the machine runs on its battery; False where there is none."""
-    sensors = getattr(psutil, "sensors_battery", None)
-    if sensors is None:
-        return False
-    with contextlib.suppress(OSError, NotImplementedError, RuntimeError):
-        battery = sensors()
-        return battery is not None and battery.power_plugged is False
-    return False
 
 
 def lower_priority(nice: int) -> None:

@@ -19,9 +19,9 @@ Knows tensors, formulas and what a kernel is. Knows no plans and no windows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,6 +64,19 @@ class Kernel(Protocol):
 
         Called once an expert at load. The function is called from one thread at a time.
         """
+        ...
+
+
+@runtime_checkable
+class GroupKernel(Protocol):
+    """A kernel that runs several experts of one layer at once: an accelerator (`kvasir_node.accelerator`)."""
+
+    def runs(self, ffn: Ffn) -> bool:
+        """Whether this kernel has bound that expert, and can run it in a group."""
+        ...
+
+    def run_group(self, experts: Sequence[Ffn], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Each expert on its fp32 rows [n, W]: the fp32 outputs, in order."""
         ...
 
 

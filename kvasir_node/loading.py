@@ -23,7 +23,7 @@ from market.client import MarketClient
 from market.messages import Lease
 from market.plans import Plan, PlanId
 from market.requests import sign_request
-from relay.errors import KvasirError, Refused, Unreachable
+from relay.errors import ConfigError, KvasirError, Refused, Unreachable
 from relay.identity import SigningKey
 
 from . import kernels
@@ -191,17 +191,32 @@ class Loader:
     async def sources(
         self, plan: Plan, plan_id: PlanId, *, everything: bool = False
     ) -> tuple[WeightSource, ...]:
-        """Where this plan's bytes may come from: the address dialled, mirrors, the hub for a hub model;
-        with `everything`, also the market's other public addresses.
+        """Where this plan's bytes may come from, in the order of `--weights-from`.
+
+        "auto": mirrors and, for a hub model, the hub; the backbone at the address dialled as well, or
+        after them where it would only pass the hub's bytes on. With `everything` also the market's other
+        public addresses. Raises `ConfigError` where nothing of the kind asked for exists.
         """
-        bases = [self._market.url]
-        if everything:
-            bases += [url for url in (await self._market.swarm()).public_urls if url not in bases]
-        found = [backbone_source(base, plan_id, self._sign) for base in bases]
-        found += [mirror_source(base, plan) for base in self._config.mirrors]
-        if plan.source != "local" and self._config.hub:
-            config = self._config
+        config, wanted = self._config, self._config.weights_from
+        on_hub = plan.source != "local"
+        if wanted == "hub" and not on_hub:
+            raise ConfigError(
+                f"--weights-from hub: {plan.model} is not on the hub, only on its backbone; leave the option "
+                "out, or name a mirror"
+            )
+        found: list[WeightSource] = []
+        if wanted == "auto":
+            found += [mirror_source(base, plan) for base in config.mirrors]
+        elif wanted not in ("hub", "backbone"):
+            found.append(mirror_source(wanted, plan))
+        if wanted == "hub" or (wanted == "auto" and on_hub and config.hub):
             found.append(hub_source(plan, endpoint=config.hub_endpoint, token=config.hub_token))
+        if wanted in ("auto", "backbone"):
+            bases = [self._market.url]
+            if everything:
+                bases += [url for url in (await self._market.swarm()).public_urls if url not in bases]
+            rank = int(bool(found) and on_hub)
+            found += [backbone_source(base, plan_id, self._sign, rank=rank) for base in bases]
         return tuple({source.name: source for source in found}.values())
 
     def _sign(self, method: str, url: URL) -> dict[str, str]:

@@ -149,7 +149,7 @@ class Int4Matrix:
     def fill(self, start: int, stop: int, out: Tensor) -> None:
         """See `Matrix.fill`."""
         packed = self.packed[start:stop].view(stop - start, -1, INT4_GROUP_BYTES)
-        values = torch.empty(stop - start, packed.shape[1], INT4_GROUP, dtype=torch.float32)
+        values = torch.empty(stop - start, packed.shape[1], INT4_GROUP, device=packed.device)
         values[:, :, :INT4_GROUP_BYTES] = packed & 0xF
         values[:, :, INT4_GROUP_BYTES:] = packed >> 4
         values.mul_(self.scale[start:stop].float().unsqueeze(-1))

@@ -250,8 +250,9 @@ def _dequant_fp8_block(values: Tensor, scales: Tensor, rows: int, columns: int) 
 def _dequant_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Blocks [out, groups, 16] or [out, in / 2], low bits first, times 2^(scale - 127); fp32 [out, in]."""
     packed = blocks.view(torch.uint8).reshape(blocks.shape[0], -1)
-    low = _E2M1[(packed & 0xF).long()]
-    high = _E2M1[(packed >> 4).long()]
+    table = _E2M1.to(packed.device)
+    low = table[(packed & 0xF).long()]
+    high = table[(packed >> 4).long()]
     values = torch.stack((low, high), dim=-1).view(blocks.shape[0], -1, 32)
     exponents = scales.view(torch.uint8).reshape(blocks.shape[0], -1).to(torch.int32) - 127
     return torch.ldexp(values, exponents.unsqueeze(-1)).view(blocks.shape[0], -1)
@@ -259,7 +260,7 @@ def _dequant_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def _unpack_int32(packed: Tensor, width: int) -> Tensor:
     """int32 [rows, words] -> [rows, width] values 0 to 15, eight a word, low bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     values = (packed.unsqueeze(-1) >> shifts) & 0xF
     return values.view(packed.shape[0], -1)[:, :width]
 

@@ -1,8 +1,10 @@
 """A window's bytes onto this machine: several sources at once, resumed, every chunk verified before use.
 
 Each source gets a few streams; a stream takes a run of missing chunks, asks for them as one range, and
-hands each chunk to the cache as it completes, which hashes it while the next one arrives. A bad chunk is
-fetched again alone; a source that errs three times, ignores Range or changes the file is dropped.
+hands the bytes to the cache as they come, which hashes and writes them in threads while the next ones
+arrive. A chunk is kept before the next one of its stream is begun, so a kill costs at most one chunk a
+stream. A bad chunk is fetched again alone; a source that errs three times, ignores Range or changes the
+file is dropped. Sources of a higher rank wait until those below are not well.
 
 Knows the order of things. Decisions are in `chunks`, HTTP in `sources`, files in `cache`.
 """
@@ -21,7 +23,7 @@ from typing import Final
 import aiohttp
 import structlog
 
-from market.plans import ByteRange, Plan, PlanId
+from market.plans import Plan, PlanId
 from market.windows import Window
 from relay.errors import ConfigError, RemoteProtocolError, Unreachable
 
@@ -35,6 +37,8 @@ Progress = Callable[[int, int, float], None]
 """(verified bytes, total bytes, bytes a second over the last seconds): called on the loop, often."""
 
 _RATE_WINDOW_S: Final = 5.0
+_BATCH_BYTES: Final = 1 << 20
+"""Bytes handed to the hashing threads at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,15 @@ class _Fetch:
             if pause := health.pause_s(now):
                 await self._wait(min(pause, self._last_chunk + self._config.patience_s - now + 0.01))
                 continue
-            span = self._board.take(reader.source.name, self._config.span_bytes, others=self._alive())
+            if self._better(reader.source):
+                await self._wait(self._config.patience_s)
+                continue
+            span = self._board.take(
+                reader.source.name,
+                self._config.span_bytes,
+                others=self._alive(reader.source.rank),
+                gap_bytes=reader.source.gap_bytes,
+            )
             if span is None:
                 await self._wait(self._config.patience_s)
                 continue
@@ -213,24 +225,41 @@ class _Fetch:
             log.warning("source.dropped", source=health.name, window=self._window.name, reason=health.dropped)
 
     async def _receive(self, body: aiohttp.StreamReader, health: SourceHealth, span: Span) -> None:
-        """Cut the body into chunks; each is hashed and stored while the next one arrives."""
+        """Cut the body into chunks, and keep each before the next one is begun."""
+        feed = _Feed(body)
+        position = span.range.start
+        for index in range(span.first, span.last):
+            chunk = self._chunks[index]
+            await feed.skip(chunk.start - position)
+            good = await self._store(feed, index, chunk.nbytes)
+            position = chunk.end
+            self._settle(index, good, health)
+            if health.dropped is not None:
+                return
+        if not await feed.ended():
+            raise RemoteProtocolError(f"{health.name} sent more than the range asked for")
+
+    async def _store(self, feed: _Feed, index: int, left: int) -> bool:
+        """One chunk from the body to the cache: a batch is hashed and written while the next one arrives."""
         loop = asyncio.get_running_loop()
-        storing: tuple[int, asyncio.Future[bool]] | None = None
+        writer = self._entry.writer(index)
+        writing: asyncio.Future[bool | None] | None = None
+        good: bool | None = None
         try:
-            for index in range(span.first, span.last):
-                data = await _read_chunk(body, self._chunks[index])
-                self._received += len(data)
-                if storing is not None:
-                    (before, stored), storing = storing, None
-                    self._settle(before, await stored, health)
-                storing = (index, loop.run_in_executor(self._pool, self._entry.store, index, data))
-                if health.dropped is not None:
-                    return
-            if await body.read(1):
-                raise RemoteProtocolError(f"{health.name} sent more than the range asked for")
+            while left:
+                parts = await feed.batch(min(left, _BATCH_BYTES))
+                size = sum(map(len, parts))
+                left -= size
+                self._received += size
+                if writing is not None:
+                    await writing
+                writing = loop.run_in_executor(self._pool, writer.add, parts)
+            assert writing is not None
+            good = await writing
         finally:
-            if storing is not None:
-                self._settle(storing[0], await storing[1], health)
+            if writing is not None and not writing.done():  # its own failure no longer matters
+                writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return bool(good)
 
     def _settle(self, index: int, good: bool, health: SourceHealth) -> None:
         """A chunk was stored, or was not what the plan says."""
@@ -250,8 +279,18 @@ class _Fetch:
             rate = self._rate.add(time.monotonic(), self._received)
             self._progress(self._board.done_bytes, self._board.total_bytes, rate)
 
-    def _alive(self) -> list[str]:
-        return [health.name for health in self._health.values() if health.dropped is None]
+    def _alive(self, rank: int) -> list[str]:
+        """The sources up to that rank that are not dropped."""
+        sources = (reader.source for reader in self._readers)
+        return [s.name for s in sources if s.rank <= rank and self._health[s.name].dropped is None]
+
+    def _better(self, source: WeightSource) -> bool:
+        """Whether a source of a lower rank is well, and this one need not be troubled."""
+        now = time.monotonic()
+        return any(
+            reader.source.rank < source.rank and self._health[reader.source.name].well(now)
+            for reader in self._readers
+        )
 
     def _wake(self) -> None:
         self._changed.set()
@@ -272,14 +311,30 @@ class _Fetch:
         )
 
 
-async def _read_chunk(body: aiohttp.StreamReader, chunk: ByteRange) -> bytearray:
-    """Exactly `chunk.nbytes` bytes of the body. Raises `EOFError` if it ends before."""
-    data = bytearray(chunk.nbytes)
-    view, filled = memoryview(data), 0
-    while filled < chunk.nbytes:
-        part = await body.read(chunk.nbytes - filled)
-        if not part:
-            raise EOFError(f"the answer ended {chunk.nbytes - filled} bytes early")
-        view[filled : filled + len(part)] = part
-        filled += len(part)
-    return data
+class _Feed:
+    """The body of one answer, in parts as they came from the network; nothing is copied together."""
+
+    def __init__(self, body: aiohttp.StreamReader) -> None:
+        self._body = body
+        self._rest = memoryview(b"")
+
+    async def batch(self, size: int) -> list[memoryview]:
+        """Exactly the next `size` bytes. Raises `EOFError` if the body ends before."""
+        parts: list[memoryview] = []
+        while size:
+            if not self._rest:
+                self._rest = memoryview(await self._body.readany())
+                if not self._rest:
+                    raise EOFError(f"the answer ended at least {size} bytes early")
+            part, self._rest = self._rest[:size], self._rest[size:]
+            parts.append(part)
+            size -= len(part)
+        return parts
+
+    async def skip(self, size: int) -> None:
+        """Throw away the next `size` bytes."""
+        await self.batch(size)
+
+    async def ended(self) -> bool:
+        """Whether nothing more comes."""
+        return not self._rest and not await self._body.readany()

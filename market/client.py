@@ -54,7 +54,7 @@ from .wallet import (
     sign_challenge,
 )
 from .windows import Window
-from .wire import Hash, LeaseId, from_json, to_json
+from .wire import Hash, LeaseId, from_json, padding, to_json
 
 PREFIX: Final = "/market/v1"
 SMALL_ANSWER: Final = 4 * 1024 * 1024
@@ -168,6 +168,19 @@ class MarketClient:
     async def volunteer(self, abilities: m.Abilities) -> m.VolunteerAnswer:
         """Ask which windows are needed most and fit."""
         return await self._post("/volunteer", abilities, m.VolunteerAnswer)
+
+    async def probe_link(self, *, send_bytes: int, receive_bytes: int) -> float:
+        """Carry that many bytes of padding (1 MiB each at most) to the market and back; seconds it took."""
+        pad = await asyncio.to_thread(padding, send_bytes)
+        body = json.dumps(to_json(m.LinkProbe(pad, receive_bytes)), separators=(",", ":")).encode("ascii")
+        started = time.monotonic()
+        answer = await self._exchange(
+            "POST", "/link", body, m.LinkAnswer, self._own_key(), SMALL_ANSWER, self._timeout
+        )
+        elapsed = time.monotonic() - started
+        if answer.received_bytes != send_bytes or sum(map(len, answer.pad)) != receive_bytes:
+            raise RemoteProtocolError("the market lost padding of a link probe")
+        return elapsed
 
     async def claim(
         self, offer: m.Offer, *, numerics: str, start_generation: int, network: str = ""

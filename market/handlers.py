@@ -40,11 +40,13 @@ from .swarm import OperatingKey
 from .wallet import new_nonce
 from .watchers import Watchers, within
 from .windows import Window
-from .wire import LeaseId, to_json
+from .wire import LeaseId, padding, to_json
 
 log = structlog.get_logger("market")
 
 MAX_TICKETS: Final = 8
+MAX_PROBES: Final = 4
+MAX_PROBE_BYTES: Final = 1 << 20
 VERSION: Final = importlib.metadata.version("kvasir")
 Listings = Callable[[], Sequence[m.RelayListing]]
 
@@ -119,6 +121,7 @@ class Handlers:
         self.clock = clock
         self.watchers = Watchers()
         self.public_urls = list(config.public_urls)
+        self._probes = 0
 
     def desk(self) -> leasing.Desk:
         """What leasing works with, now."""
@@ -191,6 +194,18 @@ class Handlers:
             m.VolunteerAnswer,
             await self._as_device(call, lambda s, d: leasing.volunteer(s, desk, d, call.body)),
         )
+
+    async def link(self, call: Call) -> m.LinkAnswer:
+        """POST /link: the store is not asked, and few are served at once, so that it costs little."""
+        if self._probes >= MAX_PROBES:
+            raise Refused("overloaded", "others measure their links now: ask again", retry_after_s=2.0)
+        self._probes += 1
+        try:
+            wanted = max(0, min(call.body.answer_bytes, MAX_PROBE_BYTES))
+            pad = await asyncio.to_thread(padding, wanted)
+            return m.LinkAnswer(sum(map(len, call.body.pad)), pad)
+        finally:
+            self._probes -= 1
 
     async def claim(self, call: Call) -> m.LeaseGrant:
         """POST /claims."""

@@ -155,12 +155,15 @@ class Offer:
 class VolunteerAnswer:
     """The scarcest windows that fit, scarcest first; or none, and `message` says why.
 
-    Ask again after `retry_after_s`.
+    Ask again after `retry_after_s`. `wanted_bytes` is what all the windows that are scarce and that this
+    wallet may take would keep, by precision (those that every one of them allows): a device chooses its
+    precision by it.
     """
 
     offers: tuple[Offer, ...]
     message: str
     retry_after_s: float
+    wanted_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +289,25 @@ class ProvenRequest:
 
     epoch: int
     d: float
+
+
+# --- the link --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProbe:
+    """Carries `pad`, and asks for as many characters back as `answer_bytes` (1 MiB at most)."""
+
+    pad: tuple[str, ...]
+    answer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAnswer:
+    """How many characters of padding arrived, and the padding asked for."""
+
+    received_bytes: int
+    pad: tuple[str, ...]
 
 
 # --- plans -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from . import messages as m
 PREFIX: Final = "/market/v1"
 SMALL_BODY: Final = 256 * 1024
 LARGE_BODY: Final = 96 * 1024 * 1024
+LINK_BODY: Final = 1_200_000
 
 Who = Literal["anyone", "device", "signed", "backbone", "relay"]
 """Who may ask: anyone; a device's key; a device or a backbone; a certified backbone; a certified relay."""
@@ -44,6 +45,16 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("POST", "/volunteer", "volunteer", "device", "What is needed most", m.VolunteerAnswer, m.Abilities),
     Route("POST", "/claims", "claim", "device", "Take a window", m.LeaseGrant, m.ClaimRequest),
     Route("POST", "/heartbeat", "heartbeat", "device", "Renew all leases", m.HeartbeatAnswer, m.Heartbeat),
+    Route(
+        "POST",
+        "/link",
+        "link",
+        "device",
+        "Carry padding to and fro, to measure the link",
+        m.LinkAnswer,
+        m.LinkProbe,
+        max_body=LINK_BODY,
+    ),
     Route("POST", "/tickets", "ticket", "signed", "A ticket for a relay", m.TicketAnswer, m.TicketRequest),
     Route(
         "POST", "/leases/{lease}/loaded", "loaded", "device", "It is loaded", m.LeaseStatus, m.LoadedRequest

@@ -66,7 +66,7 @@ def answer(
         return _nothing(_too_small(abilities, new, free), _patience(needs))
     order = {(need.plan, need.window): _rank(abilities, need, draw) for need in new}
     offers.sort(key=lambda offer: order[offer.plan, offer.window])
-    return VolunteerAnswer(tuple(offers[:MAX_OFFERS]), offers[0].reason, SOON_S)
+    return VolunteerAnswer(tuple(offers[:MAX_OFFERS]), offers[0].reason, SOON_S, _wanted(new))
 
 
 def _nothing(message: str, retry_after_s: float) -> VolunteerAnswer:
@@ -99,6 +99,12 @@ def _fit(abilities: Abilities, need: WindowNeed, free: int) -> Offer | None:
         if kept is not None and kept <= free:
             return Offer(need.plan, need.window, precision, kept, need.download_bytes, need.reason)
     return None
+
+
+def _wanted(needs: Sequence[WindowNeed]) -> dict[str, int]:
+    """Bytes that all of these windows would keep, for each precision that every one of them allows."""
+    shared = set.intersection(*(set(need.kept_bytes) for need in needs))
+    return {name: sum(need.kept_bytes[name] for need in needs) for name in sorted(shared)}
 
 
 def _rank(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ def from_json(kind: type[T], data: object) -> T:
     Fields that this version does not know are ignored; fields with a default may be absent.
     """
     return cast(T, _codec(kind).decode(data, kind.__name__))
+
+
+def padding(size: int) -> tuple[str, ...]:
+    """`size` random characters as texts of lengths that a message may hold: what a link probe carries."""
+    text = secrets.token_urlsafe(size)[:size]
+    return tuple(text[start : start + MAX_TEXT] for start in range(0, size, MAX_TEXT))
 
 
 def schema(kind: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Final
 from .channel import Inbox, Packet, Path, SendWindow
 from .config import TransportConfig
 from .errors import KvasirError, Unreachable
-from .frames import HEADER, FrameType, cost, encode, encode_u32
+from .frames import HEADER, MIN_COST, FrameType, cost, encode, encode_u32
 from .identity import PublicKey, SignedDocument
 from .messages import Close, GoAway, Welcome
 from .websocket import Buffer
@@ -44,12 +44,12 @@ class RelayChannel:
 
     def room(self, size: int) -> bool:
         """See `Channel.room`."""
-        return self._window.fits(size) and not self._link.socket.paused
+        return self._window.left >= size + MIN_COST and not self._link.socket.paused
 
     def put(self, packet: bytearray) -> None:
         """See `Channel.put`."""
         HEADER.pack_into(packet, 0, _DATA, self.id)
-        self._window.take(len(packet) - HEADER.size)
+        self._window.left -= cost(len(packet) - HEADER.size)
         self._link.socket.send(packet)
 
     async def reserve(self, size: int) -> None:
@@ -81,8 +81,11 @@ class RelayChannel:
     def attach(self, take: Callable[[Packet], None], on_end: Callable[[Unreachable], None]) -> None:
         """See `Channel.attach`."""
         self._take, self._on_end = take, on_end
-        for packet in self._inbox.take_all():
-            self._give(packet)
+        try:
+            for packet in self._inbox.take_all():
+                take(packet)
+        except KvasirError as error:
+            self.end(error.code, "the session was broken")
         if self._inbox.end is not None:
             self.ended(self._inbox.end)
 
@@ -94,26 +97,23 @@ class RelayChannel:
             self._granted += amount
             self._link.write(encode(FrameType.CREDIT, self.id, encode_u32(amount)))
 
-    def arrived(self, packet: memoryview) -> bool:
-        """The link has read a packet for this channel; False if its sender went over the window.
+    def arrived(self, frame: bytearray | memoryview) -> bool:
+        """The link has read a DATA frame for this channel; False if its sender went over the window.
 
-        The packet is valid during this call alone.
+        The frame is valid during this call alone.
         """
+        packet = memoryview(frame)[HEADER.size :]
         self._granted -= cost(len(packet))
         if self._granted < 0:
             return False
-        if self._take is not None:
-            self._give(packet)
-        else:
+        if self._take is None:
             self._inbox.put(bytes(packet))
-        return True
-
-    def _give(self, packet: Packet) -> None:
-        if self._inbox.end is None and self._take is not None:
+        elif self._inbox.end is None:
             try:
                 self._take(packet)
             except KvasirError as error:
                 self.end(error.code, "the session was broken")
+        return True
 
     def credited(self, amount: int) -> None:
         """The peer consumed `amount` bytes."""

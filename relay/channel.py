@@ -132,33 +132,35 @@ class Inbox:
 
 
 class SendWindow:
-    """How much may still be sent on a circuit; waits for more under a deadline."""
+    """How much may still be sent on a circuit (`left`, bytes); waits for more under a deadline."""
 
-    __slots__ = ("_end", "_left", "_waiter")
+    __slots__ = ("_end", "_waiter", "left")
 
     def __init__(self, size: int) -> None:
-        self._left = size
+        self.left = size
         self._waiter: asyncio.Future[None] | None = None
         self._end: KvasirError | None = None
 
     def add(self, amount: int) -> None:
         """The peer has consumed `amount` bytes."""
-        self._left += amount
-        self._wake()
+        if self._end is None:
+            self.left += amount
+            self._wake()
 
     def finish(self, error: KvasirError) -> None:
         """Nothing more may be sent."""
         if self._end is None:
             self._end = error
+            self.left = 0
             self._wake()
 
     def fits(self, size: int) -> bool:
         """Whether a packet of `size` bytes fits now."""
-        return self._left >= cost(size) and self._end is None
+        return self.left >= cost(size) and self._end is None
 
     def take(self, size: int) -> None:
         """Use up what a packet of `size` bytes costs."""
-        self._left -= cost(size)
+        self.left -= cost(size)
 
     async def wait(self, size: int, timeout: float) -> None:
         """Return once a packet of `size` bytes fits. Raises `Unreachable` at the end or after `timeout` s."""
@@ -166,7 +168,7 @@ class SendWindow:
             return
         try:
             async with asyncio.timeout(timeout):
-                while self._end is None and self._left < cost(size):
+                while self._end is None and self.left < cost(size):
                     assert self._waiter is None, "a channel has one writer"
                     self._waiter = asyncio.get_running_loop().create_future()
                     try:

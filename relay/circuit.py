@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from .errors import Refused, RemoteProtocolError
-from .frames import WINDOW_BYTES, FrameType, cost, encode, encode_u32
+from .frames import MIN_COST, WINDOW_BYTES, FrameType, encode, encode_u32
 from .identity import PublicKey, address_of
 from .messages import Close, Incoming
 from .tickets import PeerRole
@@ -267,7 +267,7 @@ class Switchboard:
         if leg is None:
             self._late(peer, id)
             return None
-        leg.credit -= cost(size)
+        leg.credit -= size if size > MIN_COST else MIN_COST  # frames.cost
         if leg.credit >= 0:
             leg.bytes += size
             leg.frames += 1

@@ -17,9 +17,11 @@ from .errors import Unreachable
 from .fairness import FairQueue
 from .frames import HEADER, FrameType, encode
 from .messages import GoAway, RefusedMessage
-from .wire import GOING_AWAY, NORMAL, POLICY, WebSocket
+from .websocket import header
+from .wire import GOING_AWAY, JOIN_BELOW, NORMAL, POLICY, WRITE_HIGH, WebSocket
 
 _ID: Final = struct.Struct(">I")
+_USUAL: Final = struct.Struct(">BBH")  # what goes before a whole binary message of 126 to 65,535 bytes
 _CLOSE: Final = int(FrameType.CLOSE)
 
 CONTROL_SLACK: Final = 1 << 20
@@ -78,20 +80,33 @@ class Connection:
 
         The frame is changed (it gets this side's id) and must not be used again.
         """
-        socket, fair = self.socket, self._fair
-        if self.outcome is not None or socket.end is not None:
-            return True  # its circuits are about to end, and their peers to be told
         size = len(frame)
         waiting = self._transport.get_write_buffer_size()
-        if waiting + fair.bytes + size - HEADER.size > self.bound:
+        if self._fair.bytes or waiting + size > WRITE_HIGH or self.outcome is not None:
+            return self._forward_later(id, frame, waiting)
+        _ID.pack_into(frame, 1, id)
+        self._written += size
+        if 126 <= size < JOIN_BELOW:
+            self._transport.write(_USUAL.pack(0x82, 126, size) + frame)
+        else:
+            self._transport.writelines((header(size), frame))
+        if waiting and self._stall is None:
+            self._watch()
+        return True
+
+    def _forward_later(self, id: int, frame: bytearray, waiting: int) -> bool:
+        """`forward` where the link is behind, or gone."""
+        if self.outcome is not None or self.socket.end is not None:
+            return True  # its circuits are about to end, and their peers to be told
+        size = len(frame)
+        if waiting + self._fair.bytes + size - HEADER.size > self.bound:
             return False
         _ID.pack_into(frame, 1, id)
         self._written += size
-        if fair or socket.paused:
-            fair.put(id, frame)
-        else:
-            socket.send(frame)
-        if self._stall is None and (waiting or socket.paused):
+        self._fair.put(id, frame)
+        if not self.socket.paused:
+            self.on_writable()
+        if self._stall is None:
             self._watch()
         return True
 

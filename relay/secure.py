@@ -169,9 +169,14 @@ class SecureSession:
         Raises `Unreachable` if the session ended or the peer does not read.
         """
         if self._end is None and not self._sending.locked():
-            record = self._core.record(message)
-            if record is not None and self._put_now(record):
-                return
+            core, channel = self._core, self.channel
+            record = core.record(message)
+            if record is not None:
+                size = len(record) + TAG_BYTES
+                if channel.room(size) and not core.rekey_due(time.monotonic()):
+                    self.bytes_sent += size
+                    channel.put(core.seal(record, channel.headroom))
+                    return
         async with self._sending:
             if self._end is not None:
                 raise self._end
@@ -206,16 +211,6 @@ class SecureSession:
                 pass  # the channel's own close says the same, in clear
         await self.channel.close(code, message)
 
-    def _put_now(self, record: bytes) -> bool:
-        """Send a record if nothing has to be waited for."""
-        core, channel = self._core, self.channel
-        size = len(record) + TAG_BYTES
-        if not channel.room(size) or core.rekey_due(time.monotonic()):
-            return False
-        self.bytes_sent += size
-        channel.put(core.seal(record, channel.headroom))
-        return True
-
     async def _put(self, records: Iterator[bytes]) -> None:
         core, channel = self._core, self.channel
         for record in records:
@@ -243,7 +238,8 @@ class SecureSession:
         if message is not None:
             self._ready.append((message, self._cost))
             self._cost = 0
-            self._wake()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
         elif self._core.peer_close is not None:
             code, text = self._core.peer_close
             self._finish(

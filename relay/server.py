@@ -326,7 +326,7 @@ class Relay:
     def _frame(self, peer: Peer, connection: Connection, frame: bytearray | memoryview) -> None:
         size = len(frame) - HEADER.size
         if 0 < size <= MAX_PACKET and frame[0] == _DATA:
-            leg = self._board.forward(peer, int.from_bytes(frame[1:5], "big"), size)
+            leg = self._board.forward(peer, HEADER.unpack_from(frame)[1], size)
             if leg is None:
                 return
             if not isinstance(frame, bytearray):

@@ -303,7 +303,11 @@ class SessionCore:
         if self._ended is not None:
             raise self._ended
         try:
-            return self._take(self._receiving.decrypt(packet), len(packet), now)
+            record = self._receiving.decrypt(packet)
+            if self.confirmed and not self._parts and record[:1] == _LAST and self.peer_close is None:
+                self._count(len(packet))
+                return record[1:] or None
+            return self._take(record, len(packet), now)
         except KvasirError as error:
             self._ended = error
             self._parts.clear()
@@ -313,14 +317,13 @@ class SessionCore:
         if not record or self.peer_close is not None:
             raise RemoteProtocolError("an empty record, or one after CLOSE")
         self.confirmed = True
-        self._received.records += 1
-        self._received.bytes += size
         kind = record[0]
         if kind == Record.LAST:
+            self._count(size)
             return self._finish(record)
         if kind == Record.MORE:
+            self._count(size)
             self._add(record[1:])
-            self._check_use()
         elif kind == Record.REKEY and len(record) == 1:
             self._receiving.rekey()
             self._received = _Use(now)
@@ -334,7 +337,6 @@ class SessionCore:
         return None
 
     def _finish(self, record: bytes) -> bytes | None:
-        self._check_use()
         if not self._parts:
             return record[1:] if len(record) > 1 else None
         self._add(record[1:])
@@ -349,12 +351,12 @@ class SessionCore:
             raise RemoteProtocolError(f"an empty part, or a message over {MAX_MESSAGE} bytes")
         self._parts.append(part)
 
-    def _check_use(self) -> None:
-        """A peer that never takes a new key is refused at twice the limit."""
-        if (
-            self._received.records > 2 * self._limits.records
-            or self._received.bytes > 2 * self._limits.bytes + MAX_NOISE_MESSAGE
-        ):
+    def _count(self, size: int) -> None:
+        """Count a packet; a peer that never takes a new key is refused at twice the limit."""
+        used, limits = self._received, self._limits
+        used.records += 1
+        used.bytes += size
+        if used.records > 2 * limits.records or used.bytes > 2 * limits.bytes + MAX_NOISE_MESSAGE:
             raise RemoteProtocolError("the peer does not take new keys as the protocol asks")
 
 

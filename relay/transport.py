@@ -287,8 +287,8 @@ class RelayClient:
 
     def _frame(self, link: Link, frame: bytearray | memoryview) -> None:
         if len(frame) > HEADER.size and frame[0] == _DATA:
-            channel = link.channels.get(int.from_bytes(frame[1:5], "big"))
-            if channel is not None and not channel.arrived(memoryview(frame)[HEADER.size :]):
+            channel = link.channels.get(HEADER.unpack_from(frame)[1])
+            if channel is not None and not channel.arrived(frame):
                 raise RemoteProtocolError("the relay sent more than the circuit's window")
             return
         self._control(link, frame)

@@ -24,13 +24,17 @@ CLOSE: Final = 0x8
 PING: Final = 0x9
 PONG: Final = 0xA
 
+mask_in_place: Final[Callable[[bytes, bytearray], None]] = websocket_mask
+"""Mask or unmask a payload with a 4-byte mask: aiohttp's compiled loop, or its Python where that lacks."""
+
 _CONTINUATION: Final = 0x0
 _TEXT: Final = 0x1
 _WHOLE_BINARY: Final = 0x82  # final fragment, binary
 _MAX_CONTROL: Final = 125
 _SHORT: Final = struct.Struct(">BB")
-_MEDIUM: Final = struct.Struct(">BBH")
 _LONG: Final = struct.Struct(">BBQ")
+_USUAL: Final = struct.Struct(">BBH0s")  # the header of a whole message of 126 to 65,535 bytes
+_USUAL_MASKED: Final = struct.Struct(">BBH4s")
 _MASKS_AT_ONCE: Final = 1024
 
 
@@ -52,8 +56,11 @@ class MessageReader:
         "_masked",
         "_max_bytes",
         "_message",
+        "_second",
         "_stopped",
         "_tail",
+        "_unpack",
+        "_usual_bytes",
     )
 
     def __init__(
@@ -66,6 +73,8 @@ class MessageReader:
     ) -> None:
         self._deliver, self._control = deliver, control
         self._masked, self._max_bytes = masked, max_bytes
+        usual = _USUAL_MASKED if masked else _USUAL
+        self._unpack, self._usual_bytes, self._second = usual.unpack_from, usual.size, 0xFE if masked else 126
         self._stopped = False
         self._tail = b""  # the beginning of a header
         self._body: bytearray | None = None  # a payload that is not complete yet
@@ -86,54 +95,88 @@ class MessageReader:
         """Take the next bytes of the stream. Raises `RemoteProtocolError`; nothing more is read then."""
         if self._stopped:
             return
+        position = 0
         try:
-            position = self._fill(data) if self._body is not None else 0
+            if self._body is not None:
+                position = self._fill(data)
+                if self._body is not None:
+                    return
             if self._tail:
                 data, self._tail = self._tail + data, b""
-            if self._body is None:
-                self._parse(memoryview(data), position)
+            self._parse(data if isinstance(data, memoryview) else memoryview(data), position)
         except RemoteProtocolError:
             self._stopped = True
             raise
 
     def _parse(self, data: memoryview, position: int) -> None:
-        end, masked = len(data), self._masked
-        while end - position >= 2 and not self._stopped:
-            first, second = data[position], data[position + 1]
-            size, start = second & 0x7F, position + 2
-            if size >= 126:
-                start += 2 if size == 126 else 8
-                if start > end:
-                    break
-                size = self._long_size(size, data[position + 2 : start])
-            if first != _WHOLE_BINARY or self._message is not None or size > self._max_bytes:
-                self._check(first, size)
-            if (second >= 0x80) is not masked:
-                raise RemoteProtocolError("a malformed WebSocket message: clients mask and servers do not")
-            if masked:
-                mask = bytes(data[start : start + 4])
-                start += 4
-                if start > end:
-                    break
+        end, usual_bytes, second_byte = len(data), self._usual_bytes, self._second
+        while end - position >= usual_bytes:
+            first, second, size, mask = self._unpack(data, position)
+            if (
+                first == _WHOLE_BINARY
+                and second == second_byte
+                and 126 <= size <= self._max_bytes
+                and self._message is None
+            ):
+                start = position + usual_bytes
+                position = start + size
+                if position > end:
+                    self._begin(first, mask, size, data[start:])
+                    return
+                if mask:
+                    body = bytearray(data[start:position])
+                    mask_in_place(mask, body)
+                    self._deliver(body)
+                else:
+                    self._deliver(data[start:position])
             else:
-                mask = b""
-            position = start + size
-            if position > end:
-                self._begin(first, mask, size, data[start:])
+                position = self._unusual(data, position)
+                if position < 0:
+                    return
+            if self._stopped:
                 return
-            body: bytearray | memoryview = data[start:position]
-            if masked:
-                body = bytearray(body)
-                websocket_mask(mask, body)
-            if first == _WHOLE_BINARY:
-                self._deliver(body)
-            else:
-                self._take(first, body)
-        if not self._stopped and position < end:
-            self._tail = bytes(data[position:])
+        while end - position >= 2 and not self._stopped:
+            position = self._unusual(data, position)
+            if position < 0:
+                return
+        if position < end:
+            self._keep(data, position)
 
-    def _long_size(self, kind: int, field: memoryview) -> int:
-        size = int.from_bytes(field, "big")
+    def _unusual(self, data: memoryview, position: int) -> int:
+        """Take one frame of any kind; where the next begins, or -1 if this one is not all here."""
+        end = len(data)
+        first, second = data[position], data[position + 1]
+        size, start = second & 0x7F, position + 2
+        if size >= 126:
+            start += 2 if size == 126 else 8
+            if start > end:
+                return self._keep(data, position)
+            size = self._long_size(size, int.from_bytes(data[position + 2 : start], "big"))
+        self._check(first, size)
+        if (second >= 0x80) is not self._masked:
+            raise RemoteProtocolError("a malformed WebSocket message: clients mask and servers do not")
+        mask = b""
+        if self._masked:
+            mask = bytes(data[start : start + 4])
+            start += 4
+            if start > end:
+                return self._keep(data, position)
+        if start + size > end:
+            self._begin(first, mask, size, data[start:])
+            return -1
+        body: bytearray | memoryview = data[start : start + size]
+        if self._masked:
+            body = bytearray(body)
+            mask_in_place(mask, body)
+        self._take(first, body)
+        return start + size
+
+    def _keep(self, data: memoryview, position: int) -> int:
+        """The rest is the beginning of a header."""
+        self._tail = bytes(data[position:])
+        return -1
+
+    def _long_size(self, kind: int, size: int) -> int:
         if size < (126 if kind == 126 else 1 << 16):
             raise RemoteProtocolError("a malformed WebSocket message: its length is not in the shortest form")
         return size
@@ -171,15 +214,15 @@ class MessageReader:
         if self._filled == len(body):
             self._body = None
             if self._masked:
-                websocket_mask(self._mask, body)
-            if self._first == _WHOLE_BINARY:
-                self._deliver(body)
-            else:
-                self._take(self._first, body)
+                mask_in_place(self._mask, body)
+            self._take(self._first, body)
         return taken
 
     def _take(self, first: int, body: bytearray | memoryview) -> None:
-        """A frame that is not a whole binary message."""
+        """A frame that is whole, and its payload unmasked."""
+        if first == _WHOLE_BINARY:
+            self._deliver(body)
+            return
         opcode = first & 0x0F
         if opcode >= CLOSE:
             self._control(opcode, bytes(body))
@@ -209,19 +252,14 @@ class MaskSource:
         return self._pool[4 * self._left : 4 * self._left + 4]
 
 
-def header(size: int, *, opcode: int = BINARY, mask: bytes = b"") -> bytes:
+def header(size: int, opcode: int = BINARY, mask: bytes = b"") -> bytes:
     """What goes before the `size` payload bytes of a whole message; a client gives its 4-byte `mask`."""
     masked = 0x80 if mask else 0
+    if 126 <= size < 1 << 16:
+        return _USUAL_MASKED.pack(0x80 | opcode, masked | 126, size, mask)[: 8 if mask else 4]
     if size < 126:
         return _SHORT.pack(0x80 | opcode, masked | size) + mask
-    if size < 1 << 16:
-        return _MEDIUM.pack(0x80 | opcode, masked | 126, size) + mask
     return _LONG.pack(0x80 | opcode, masked | 127, size) + mask
-
-
-def mask_in_place(mask: bytes, body: bytearray) -> None:
-    """Mask or unmask a payload."""
-    websocket_mask(mask, body)
 
 
 def close_payload(status: int, reason: bytes = b"") -> bytes:

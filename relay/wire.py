@@ -58,10 +58,11 @@ Handler = Callable[[bytearray | memoryview], None]
 """Takes one message; a view is valid during the call alone."""
 
 _TURN, _QUEUE, _OWNER = 1, 2, 4  # why reading pauses
-_JOIN_BELOW: Final = 16_384
+JOIN_BELOW: Final = 16_384
+"""Shorter messages are joined with their header, longer ones are not copied for it."""
 _ACCEPT_GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
-_masks = MaskSource()
+_next_mask = MaskSource().next
 _local = threading.local()
 log = structlog.get_logger("relay")
 
@@ -161,26 +162,28 @@ class WebSocket(asyncio.BufferedProtocol):
             self._read_on(_QUEUE)
         return message
 
+    def take(self, data: bytes) -> None:
+        """Take what was read before the connection became this."""
+        try:
+            self._reader.feed(data)
+        except Exception as error:
+            self._failed(error)
+
     def get_buffer(self, sizehint: int) -> memoryview:
         """See `asyncio.BufferedProtocol`: all connections of a thread read into one buffer, in turn."""
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
-        self.feed(self._scratch[:nbytes])
-
-    def feed(self, data: bytes | memoryview) -> None:
-        """Take what was read."""
         if self.end is not None:
             return
-        if self._handler is not None:
-            self._turn += len(data)
-            if self._turn > TURN_BYTES:
-                self._turn = 0
-                self._hold(_TURN)
-                self._loop.call_soon(self._read_on, _TURN)
+        self._turn += nbytes
+        if self._turn > TURN_BYTES and self._handler is not None:
+            self._turn = 0
+            self._hold(_TURN)
+            self._loop.call_soon(self._read_on, _TURN)
         try:
-            self._reader.feed(data)
+            self._reader.feed(self._scratch[:nbytes])
         except Exception as error:
             self._failed(error)
 
@@ -255,13 +258,14 @@ class WebSocket(asyncio.BufferedProtocol):
         """`write`, for a message that may be changed and is not used again by the caller."""
         if self.end is not None:
             raise Unreachable(str(self.end), code=self.end.code)
+        size = len(message)
         if self._client:
-            mask = _masks.next()
+            mask = _next_mask()
             mask_in_place(mask, message)
-            head = header(len(message), mask=mask)
+            head = header(size, BINARY, mask)
         else:
-            head = header(len(message))
-        if len(message) < _JOIN_BELOW:
+            head = header(size)
+        if size < JOIN_BELOW:
             self.transport.write(head + message)
         else:
             self.transport.writelines((head, message))
@@ -302,9 +306,9 @@ class WebSocket(asyncio.BufferedProtocol):
             return
         mask, body = b"", bytearray(payload)
         if self._client:
-            mask = _masks.next()
+            mask = _next_mask()
             mask_in_place(mask, body)
-        self.transport.write(header(len(body), opcode=opcode, mask=mask) + body)
+        self.transport.write(header(len(body), opcode, mask) + body)
 
     # --- the end ---
 
@@ -385,7 +389,7 @@ def _take_over(
     transport.resume_reading()
     transport.set_write_buffer_limits(high=WRITE_HIGH)
     if rest.data:
-        socket.feed(rest.data)
+        socket.take(rest.data)
     return socket
 
 

@@ -43,7 +43,7 @@ def _is_log(call: ast.Call) -> bool:
         return False
     if isinstance(call.func, ast.Attribute):
         return call.func.attr in LEVELS and "log" in ast.unparse(call.func.value).lower()
-    return isinstance(call.func, ast.Name) and call.func.id == "_log"
+    return isinstance(call.func, ast.Name) and call.func.id in ("_log", "log", "level")
 
 
 def _strings(node: ast.expr) -> set[str]:

@@ -16,7 +16,7 @@ from kvasir_backbone.conversion import Conversion
 from kvasir_backbone.equality import load_stock
 from kvasir_backbone.formulas import find_formula
 from kvasir_backbone.local_experts import LocalExperts
-from kvasir_backbone.recipe_maker import prove
+from kvasir_backbone.proof import prove
 from kvasir_backbone.skeleton import find_experts
 from kvasir_node.residual import residual
 from market.plans import LayerRecipe, Plan, parse_plan, plan_fields

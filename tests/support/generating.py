@@ -25,6 +25,4 @@ async def generate(
 ) -> list[list[int]]:
     """The token ids of several requests at once."""
     async with Engine(model, config) as engine:
-        return await asyncio.gather(
-            *(collect(engine, prompt, max_tokens, **arguments) for prompt in prompts)
-        )
+        return await asyncio.gather(*(collect(engine, prompt, max_tokens, **arguments) for prompt in prompts))

@@ -38,6 +38,8 @@ class Wire:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._is_cut = False
+        self.to_node = bytearray()
+        """Every byte that came to the node through this wire."""
 
     @property
     def url(self) -> str:
@@ -55,8 +57,8 @@ class Wire:
         both = {writer, there_writer}
         self._connections |= both
         pumps = [
-            asyncio.create_task(self._pump(reader, there_writer)),
-            asyncio.create_task(self._pump(there_reader, writer)),
+            asyncio.create_task(self._pump(reader, there_writer, None)),
+            asyncio.create_task(self._pump(there_reader, writer, self.to_node)),
         ]
         self._tasks |= set(pumps)
         await asyncio.wait(pumps)
@@ -65,9 +67,13 @@ class Wire:
         for each in both:
             each.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray | None
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
+                if record is not None:
+                    record += data
                 await self._flowing.wait()
                 writer.write(data)
                 await writer.drain()

@@ -51,6 +51,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "num_experts": 16, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 32, **_LINEAR,
     },
+    "deepseek_v2": {
+        "head_dim": 8, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+    },
+    "lfm2_moe": {
+        "num_experts": 16, "num_experts_per_tok": 4, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "jamba": {
+        "num_experts": 8, "num_experts_per_tok": 2, "use_mamba_kernels": False, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0,
+    },
+    "nemotron_h": {"n_routed_experts": 16, "num_experts_per_tok": 4},
     "qwen3_5_moe_text": {
         "num_experts": 16, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 32, **_LINEAR,
     },
