@@ -37,6 +37,12 @@ STRIKES: Final = 3
 """So many violations within `STRIKE_WINDOW` audited rows are enough as well."""
 
 STRIKE_WINDOW: Final = 1000
+QUARANTINE_S: Final = 900.0
+"""The first quarantine, in seconds; each further one is twice as long."""
+
+MAX_QUARANTINES: Final = 3
+"""After so many a wallet stays out."""
+
 ALWAYS_FIRST: Final = 10
 """All of a wallet's first valid calls are audited."""
 
@@ -150,6 +156,11 @@ def judge_sample(sample: Sample, precision: str, reference: Reference, band: Nor
     expected = reference(sample.layer, sample.expert, rows, precision)
     band.learn(sample.layer, rows, expected)
     return float(residual(sample.output.unsqueeze(0), expected).max())
+
+
+def quarantine_s(number: int) -> float:
+    """How long a wallet's quarantine number `number` (from 1) lasts, in seconds."""
+    return float("inf") if number > MAX_QUARANTINES else QUARANTINE_S * 2.0 ** (number - 1)
 
 
 @dataclass(slots=True)

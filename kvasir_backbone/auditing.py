@@ -110,6 +110,11 @@ class SampledAuditor:
         with self._lock:
             return dict(self._trust)
 
+    def begin_again(self, wallet: PublicKey) -> None:
+        """After a quarantine the wallet's first calls are all audited again."""
+        with self._lock:
+            self._trust[wallet] = Trust()
+
     def close(self) -> None:
         """End the thread; samples that wait are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)

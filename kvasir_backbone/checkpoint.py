@@ -26,10 +26,13 @@ from market.windows import Window, cut_windows
 from relay.errors import ConfigError
 from relay.identity import PROTOCOL_VERSION, pack
 
+from .dense import dense_tensors
 from .shards import Shards
 from .skeleton import Skeleton, build_skeleton, check_folder
+from .weights import FileRanges, HubRanges
 
 DEFAULT_PRECISIONS = ("stored", "int8")
+_SPAN_BYTES = 4 * 1024 * 1024
 
 
 class Checkpoint:
@@ -83,6 +86,25 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all its safetensors files."""
         return self.shards.total_bytes
+
+    def warm_dense(self) -> None:
+        """Have the system read the dense tensors of a local checkpoint, and nothing else, ahead of loading.
+
+        transformers maps the files, and a system that reads around every fault, by megabytes on some disks,
+        would read the experts beside each dense tensor too. Does nothing before the recipes are made, which
+        say what is dense.
+        """
+        if self._recipes is None or self.source != "local":
+            return
+        tensors = dense_tensors(
+            self.shards.tensors,
+            self._recipes,
+            layers=self.skeleton.text_config.num_hidden_layers,
+            ignored=self.skeleton.model._keys_to_ignore_on_load_unexpected or (),
+        )
+        for tensor in tensors:
+            for start in range(tensor.start, tensor.end, _SPAN_BYTES):
+                self.read(ByteRange(tensor.file, start, min(start + _SPAN_BYTES, tensor.end)))
 
     def recipes(self, rng: random.Random | None = None) -> tuple[LayerRecipe, ...]:
         """The recipe of every MoE layer, each proven on one expert drawn by `rng`; made once.
@@ -151,6 +173,10 @@ class Checkpoint:
         """The hash of every chunk of `plan.window_chunks(window)`, in order. Reads the whole window once."""
         chunks = tuple(hashlib.sha256(self.read(chunk)).digest() for chunk in plan.window_chunks(window))
         return WindowHashes(id_of(plan), window, chunks)
+
+    def served(self) -> FileRanges | HubRanges:
+        """What the weights endpoint serves nodes from."""
+        return FileRanges([self.path / file.name for file in self.shards.files])
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir_node.config import format_size, parse_size
+from kvasir_node.sources import HUB
 from relay import logs
 from relay.errors import ConfigError, IdentityError, KvasirError, Refused, Unreachable
 from relay.loop import run as run_loop
@@ -25,6 +26,7 @@ from relay.loop import run as run_loop
 from .addresses import Door, find_door
 from .bundled import bundled_model_path
 from .config import DEFAULT_PORT, DTYPES, FALLBACKS, BackboneConfig
+from .hub import HubAccess, HubReference, parse_model
 
 if TYPE_CHECKING:
     from .daemon import Backbone
@@ -106,11 +108,11 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument(
         "model",
         nargs="?",
-        type=Path,
-        default=bundled_model_path(),
-        help="folder of a Hugging Face MoE checkpoint (default: the bundled tiny model)",
+        default=str(bundled_model_path()),
+        help="folder of a Hugging Face MoE checkpoint, or OWNER/NAME[@REVISION] on the hub "
+        "(default: the bundled tiny model)",
     )
-    up.add_argument("--model", dest="model_option", type=Path, help="the same, as an option")
+    up.add_argument("--model", dest="model_option", help="the same, as an option")
     up.add_argument("--model-name", default="", help="its name in the API (default: the folder's)")
     up.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines join"
@@ -126,7 +128,10 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--kv-bytes", type=_size, help="attention cache (default: a quarter of free memory)")
     up.add_argument("--window-bytes", type=_size, default="256MiB", help="size of a window")
     up.add_argument("--fallback", choices=FALLBACKS, default="disk", help="what computes ownerless experts")
-    up.add_argument("--expert-cache", type=_size, default="1GiB", help="memory for fallback and audits")
+    up.add_argument("--expert-memory", type=_size, default="1GiB", help="memory for fallback and audits")
+    up.add_argument(
+        "--expert-cache", type=_size, default="8GB", help="disk for single experts of a hub model"
+    )
     up.add_argument("--log-level", default="info", choices=tuple(logs.LEVELS))
     up.add_argument("--json-logs", action="store_true", help="JSON log lines on a terminal, too")
     up.add_argument("--log-file", type=Path, help="log to this file instead of standard error")
@@ -146,8 +151,10 @@ def _up(arguments: argparse.Namespace) -> int:
     logs.configure(
         json=True if arguments.json_logs else None, level=arguments.log_level, file=arguments.log_file
     )
+    model = parse_model(arguments.model_option or arguments.model)
     config = BackboneConfig(
-        model=arguments.model_option or arguments.model,
+        **({"hub": model} if isinstance(model, HubReference) else {"model": model}),
+        hub_access=HubAccess(os.environ.get("HF_ENDPOINT") or HUB, os.environ.get("HF_TOKEN") or None),
         model_name=arguments.model_name,
         host=arguments.host,
         port=arguments.port,
@@ -157,6 +164,7 @@ def _up(arguments: argparse.Namespace) -> int:
         window_bytes=arguments.window_bytes,
         kv_bytes=arguments.kv_bytes,
         fallback=arguments.fallback,
+        expert_memory_bytes=arguments.expert_memory,
         expert_cache_bytes=arguments.expert_cache,
         use_uvloop=os.environ.get("KVASIR_LOOP") != "default",
     )

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from relay.errors import ConfigError
 
 from .bundled import bundled_model_path
+from .hub import HubAccess, HubReference
 
 DEFAULT_PORT: Final = 8420
 DTYPES: Final = ("auto", "float32", "bfloat16")
@@ -22,8 +23,12 @@ class BackboneConfig:
 
     model: Path = field(default_factory=bundled_model_path)
     """Folder of a Mixture-of-Experts checkpoint in the Hugging Face layout."""
+    hub: HubReference | None = None
+    """A model on the Hugging Face hub, served instead of a folder; read by ranges, never stored whole."""
+    hub_access: HubAccess = field(default_factory=HubAccess)
+    """The hub's URL and a token for private and gated models."""
     model_name: str = ""
-    """The model's name in the API; empty: the folder's name."""
+    """The model's name in the API; empty: the folder's or the repository's name."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 lets other machines join."""
     port: int = DEFAULT_PORT
@@ -39,9 +44,11 @@ class BackboneConfig:
     kv_bytes: int | None = None
     """Bound on the attention cache in bytes; None: a quarter of the free memory."""
     fallback: str = "disk"
-    """What computes experts without a live owner: the checkpoint on disk, or none (503)."""
-    expert_cache_bytes: int = 1024 * 1024 * 1024
+    """What computes experts without a live owner: the checkpoint (disk or hub), or none (503)."""
+    expert_memory_bytes: int = 1024 * 1024 * 1024
     """Most bytes of experts kept in memory for fallback and audits."""
+    expert_cache_bytes: int = 8 * 1000**3
+    """Most bytes of a hub model's experts kept on disk, under the state folder, for fallback and audits."""
     weights_transfers: int = 32
     """Weight ranges served at once; more are answered 429."""
     failover_s: float = 0.25
@@ -64,6 +71,7 @@ class BackboneConfig:
             raise ConfigError("--kv-bytes must be positive, such as 512MB")
         for name in (
             "window_bytes",
+            "expert_memory_bytes",
             "expert_cache_bytes",
             "weights_transfers",
             "failover_s",
@@ -76,10 +84,14 @@ class BackboneConfig:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.netloc:
                 raise ConfigError(f"--public-url {url!r} is not a URL such as http://192.168.1.5:8420")
+        if urlsplit(self.hub_access.endpoint).scheme not in ("http", "https"):
+            raise ConfigError(f"HF_ENDPOINT {self.hub_access.endpoint!r} is not an http or https URL")
         object.__setattr__(self, "model", Path(self.model).expanduser())
         object.__setattr__(self, "state_dir", Path(self.state_dir).expanduser())
 
     @property
     def name(self) -> str:
         """The model's name in the API."""
+        if self.hub is not None:
+            return self.model_name or self.hub.repository
         return self.model_name or self.model.name or "model"

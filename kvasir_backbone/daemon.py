@@ -105,7 +105,8 @@ async def run(
 
     `on_open` is called once the port is open. Raises `ConfigError` for what the operator must change.
     """
-    check_folder(config.model)
+    if config.hub is None:
+        check_folder(config.model)
     config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with contextlib.AsyncExitStack() as stack:
         lock = FolderLock(config.state_dir, owner="kvasir-backbone")
@@ -152,6 +153,7 @@ class _Daemon:
             prompter=self.prompter,
             numerics=lambda: "exact" if self.backbone.swarm is None else self.backbone.swarm.numerics(),
         )
+        self.interrupts: list[Callable[[], None]] = []
         self.threads = ThreadPoolExecutor(BUILD_THREADS, thread_name_prefix="backbone")
 
     # --- from start to end ---------------------------------------------------------------------------
@@ -161,6 +163,7 @@ class _Daemon:
         backbone = self.backbone
         stack.callback(self._close_checkpoint)
         stack.callback(self.threads.shutdown, wait=True, cancel_futures=True)
+        stack.callback(self._interrupt)
         stack.callback(self.gateway.close)
         stack.callback(self.socket.close)
         await backbone.market.open()
@@ -190,6 +193,16 @@ class _Daemon:
     def _keep_checkpoint(self, checkpoint: Checkpoint) -> None:
         """From the planning thread, at once: it is closed even if the daemon ends while it plans."""
         self.backbone.checkpoint = checkpoint
+
+    def _interruptible(self, end: Callable[[], None]) -> None:
+        """From the planning thread: `end` lets what waits for the hub fail at once."""
+        self.interrupts.append(end)
+        if self.backbone.stop.is_set():
+            end()
+
+    def _interrupt(self) -> None:
+        for end in self.interrupts:
+            end()
 
     def _close_checkpoint(self) -> None:
         if self.backbone.checkpoint is not None:
@@ -253,7 +266,9 @@ class _Daemon:
             certificate=key.certificate,
         )
         backbone.client = market
-        built = await loop.run_in_executor(self.threads, _build_plan, self.config, self._keep_checkpoint)
+        built = await loop.run_in_executor(
+            self.threads, _build_plan, self.config, self._keep_checkpoint, self._interruptible
+        )
         document = await loop.run_in_executor(self.threads, sign_plan, built.plan, key.signing)
         await _publish(market, document)
         backbone.plan, backbone.plan_id = built.plan, plan_id(document)
@@ -263,7 +278,7 @@ class _Daemon:
         backbone.weights = WeightsEndpoint(
             built.plan,
             backbone.plan_id,
-            [built.checkpoint.path / file.name for file in built.plan.files],
+            built.checkpoint.served(),
             root=backbone.keys.root_public,
             leased=swarm.leased,
             transfers=self.config.weights_transfers,
@@ -331,17 +346,38 @@ class _Built:
     references: References
 
 
-def _build_plan(config: BackboneConfig, opened: Callable[[Checkpoint], None]) -> _Built:
+def _open_checkpoint(
+    config: BackboneConfig, interruptible: Callable[[Callable[[], None]], None]
+) -> Checkpoint:
+    """The folder's checkpoint, or the hub's."""
+    from .checkpoint import Checkpoint
+    from .hub_checkpoint import HubCheckpoint
+
+    if config.hub is None:
+        return Checkpoint.open(config.model)
+    return HubCheckpoint.open_hub(
+        config.hub,
+        config.hub_access,
+        config.state_dir / "hub",
+        cache_bytes=config.expert_cache_bytes,
+        interruptible=interruptible,
+    )
+
+
+def _build_plan(
+    config: BackboneConfig,
+    opened: Callable[[Checkpoint], None],
+    interruptible: Callable[[Callable[[], None]], None],
+) -> _Built:
     """Open the checkpoint, prove its recipes, cut the plan. Seconds; run off the loop."""
     import torch
 
     from .auditing import References
-    from .checkpoint import Checkpoint
     from .local_experts import LocalExperts
     from .model import resolve_dtype
 
     torch.set_num_threads(1)
-    checkpoint = Checkpoint.open(config.model)
+    checkpoint = _open_checkpoint(config, interruptible)
     opened(checkpoint)
     dtype = resolve_dtype(checkpoint.config, config.dtype)
     plan = checkpoint.make_plan(
@@ -349,7 +385,7 @@ def _build_plan(config: BackboneConfig, opened: Callable[[Checkpoint], None]) ->
     )
     references = References(
         lambda precision: LocalExperts(
-            checkpoint.read, plan, cache_bytes=config.expert_cache_bytes, precision=precision
+            checkpoint.read, plan, cache_bytes=config.expert_memory_bytes, precision=precision
         )
     )
     _ = references.numerics  # chooses and checks the arithmetic now, not in the first request

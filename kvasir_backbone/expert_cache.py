@@ -26,7 +26,7 @@ _log = structlog.get_logger("backbone")
 
 
 class ExpertCache:
-    """Pieces under `folder`, at most `cap_bytes` over all models in it. `model` (a commit) names this one's."""
+    """Pieces under `folder`, at most `cap_bytes` over all models in it. `model`, a commit, names ours."""
 
     def __init__(self, folder: Path, model: str, *, cap_bytes: int) -> None:
         self._folder = folder

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import time
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,17 +105,21 @@ def parse_model(text: str) -> HubReference | Path:
     return HubReference(match["repository"], match["revision"] or "main")
 
 
-def open_model(reference: HubReference, access: HubAccess, home: Path) -> HubModel:
+def open_model(
+    reference: HubReference, access: HubAccess, home: Path, *, ended: threading.Event | None = None
+) -> HubModel:
     """Pin the model to a commit and bring its small files under `home`. Blocks; seconds.
 
     What an earlier start brought is used again; with a commit in the reference the hub is then not asked
     at all. Raises `ConfigError` for what the operator must change (no such model, a token or its consent
-    missing, no safetensors), `Unreachable` or `Refused` where the hub is away or busy.
+    missing, no safetensors), `Unreachable` or `Refused` where the hub is away or busy, at once when `ended`
+    is set.
     """
     base = home / reference.repository.replace("/", "--")
     if reference.pinned and (known := _remembered(base / reference.revision)) is not None:
         return known
-    info = _ask(lambda: _info(reference, access), reference, access)
+    ended = ended or threading.Event()
+    info = _ask(lambda: _info(reference, access), reference, access, ended)
     commit = str(info.sha or "")
     if _COMMIT.fullmatch(commit) is None:
         raise ConfigError(f"the hub names no commit for {reference.text}; it is no hub that Kvasir can use")
@@ -123,7 +127,7 @@ def open_model(reference: HubReference, access: HubAccess, home: Path) -> HubMod
     if (known := _remembered(folder)) is not None:
         return known
     sizes = {str(file.rfilename): file.size for file in info.siblings or ()}
-    _fetch_small(reference, commit, sizes, access, folder)
+    _fetch_small(reference, commit, sizes, access, folder, ended)
     files = _safetensors(reference, folder, sizes)
     model = HubModel(reference.repository, commit, files, folder)
     _remember(model)
@@ -144,7 +148,12 @@ def _info(reference: HubReference, access: HubAccess) -> Any:
 
 
 def _fetch_small(
-    reference: HubReference, commit: str, sizes: Mapping[str, int | None], access: HubAccess, folder: Path
+    reference: HubReference,
+    commit: str,
+    sizes: Mapping[str, int | None],
+    access: HubAccess,
+    folder: Path,
+    ended: threading.Event,
 ) -> None:
     """The configuration, the tokenizer and the index; nothing else, and no code."""
     from huggingface_hub import hf_hub_download
@@ -165,13 +174,12 @@ def _fetch_small(
                 etag_timeout=_TIMEOUT_S,
             )
 
-        _ask(fetch, reference, access)
+        _ask(fetch, reference, access, ended)
 
 
-def _ask(call: Callable[[], _T], reference: HubReference, access: HubAccess) -> _T:
+def _ask(call: Callable[[], _T], reference: HubReference, access: HubAccess, ended: threading.Event) -> _T:
     """One call of `huggingface_hub`, its errors in our words; asked again where that can help."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-    from huggingface_hub.utils import LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -187,17 +195,18 @@ def _ask(call: Callable[[], _T], reference: HubReference, access: HubAccess) -> 
             failure, wait = _failure(cause or error, status, reference, access)
         except _network_errors() as error:
             failure, wait = Unreachable(f"the hub at {access.endpoint} does not answer: {error}"), None
-        if isinstance(failure, ConfigError) or attempt == ATTEMPTS:
+        if isinstance(failure, ConfigError) or attempt == ATTEMPTS or ended.is_set():
             raise failure
         if wait is None:
             wait = min(16.0, 0.5 * 2.0**attempt) * random.uniform(0.5, 1.0)
         _log.warning("hub.busy", reason=str(failure), retry_s=round(min(wait, MAX_WAIT_S), 1))
-        time.sleep(min(wait, MAX_WAIT_S))
+        if ended.wait(min(wait, MAX_WAIT_S)):
+            raise failure
     raise AssertionError("unreachable")
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library
 
     return (HTTPError, OSError)
 

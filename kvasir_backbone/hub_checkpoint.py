@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,7 @@ from .hub import HubAccess, HubModel, HubReference, open_model
 from .hub_reader import HubReader
 from .shards import MAX_HEADER_BYTES, Shards
 from .skeleton import Skeleton, build_skeleton, check_folder
+from .weights import HubRanges
 
 _log = structlog.get_logger("backbone")
 
@@ -78,16 +80,26 @@ class HubCheckpoint(Checkpoint):
 
     @classmethod
     def open_hub(
-        cls, reference: HubReference, access: HubAccess, home: Path, *, cache_bytes: int
+        cls,
+        reference: HubReference,
+        access: HubAccess,
+        home: Path,
+        *,
+        cache_bytes: int,
+        interruptible: Callable[[Callable[[], None]], None] = lambda end: None,
     ) -> HubCheckpoint:
         """Pin the model, bring its small files and headers under `home`, read nothing else.
 
+        `interruptible` is given what makes waits for the hub fail at once, callable from any thread.
         Raises as `Checkpoint.open` does, and `Unreachable` or `Refused` where the hub is away or busy.
         """
-        model = open_model(reference, access, home / "models")
+        ended = threading.Event()
+        interruptible(ended.set)
+        model = open_model(reference, access, home / "models", ended=ended)
         check_folder(model.folder)
         skeleton = build_skeleton(model.folder)
         reader = HubReader(model, access)
+        interruptible(reader.close)
         try:
             cache = ExpertCache(home / "experts", model.revision, cap_bytes=cache_bytes)
             shards = Shards(_open_files(model, reader), f"{model.source}@{model.revision}")
@@ -177,6 +189,10 @@ class HubCheckpoint(Checkpoint):
         )
         return self.path
 
+    def served(self) -> HubRanges:
+        """See `Checkpoint.served`: nodes that do not ask the hub get its bytes passed on, none kept."""
+        return HubRanges(self.reader)
+
     def close(self) -> None:
         """End its connections."""
         super().close()
@@ -226,7 +242,8 @@ class _Chunks:
         first = bisect_right(self._starts, (where.file, where.start)) - 1
         found: list[_Chunk] = []
         position = where.start
-        for chunk, window, index in self._chunks[max(0, first) :]:
+        for number in range(max(0, first), len(self._chunks)):
+            chunk, window, index = self._chunks[number]
             if chunk.file != where.file or not chunk.start <= position < chunk.end:
                 return []
             hashes = self._known(window)

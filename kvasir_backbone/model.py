@@ -128,6 +128,7 @@ class BackboneModel:
         kwargs: dict[str, Any] = {"experts_implementation": routing.IMPLEMENTATION}
         if packed_fault(text) is None:
             kwargs["attn_implementation"] = packed.ATTENTION
+        checkpoint.warm_dense()
         folder = checkpoint.dense_path
         with _load_lock, _without_experts(classes), _quiet():
             try:

@@ -80,6 +80,8 @@ class LocalFile:
         self.label = str(path)
         self._lock = threading.Lock()
         self._handle = path.open("rb", buffering=0)
+        if _ADVISE:  # single experts and samples are read: no use in what lies behind them
+            os.posix_fadvise(self._handle.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.size = os.fstat(self._handle.fileno()).st_size
 
     def read(self, start: int, end: int) -> bytes:

@@ -39,7 +39,7 @@ from relay.identity import Certificate, PublicKey, SigningKey, address_of
 from relay.secure import SecureSession
 from relay.transport import RelayClient
 
-from .audit import NormBand, limit_of
+from .audit import NormBand, limit_of, quarantine_s
 from .auditing import References, SampledAuditor
 from .bookkeeping import Bookkeeper
 from .credit import CreditBook
@@ -124,6 +124,7 @@ class Swarm:
         self._wakes: dict[PublicKey, asyncio.Event] = {}
         self._relays: dict[str, RelayClient] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._quarantines: dict[PublicKey, tuple[int, float]] = {}
         self._hash_now = asyncio.Event()
         self._changed = asyncio.Condition()
         self.auditor = SampledAuditor(references, self.band, on_verdict=self._verdict_from_thread, rng=rng)
@@ -322,6 +323,7 @@ class Swarm:
                 reason=reason,
             )
         self._sign_leaving(difference)
+        self._refuse_quarantined(difference)
         wanted = self.directory.devices()
         for device in difference.devices:
             if device in wanted:
@@ -332,6 +334,19 @@ class Swarm:
         self._publish()
         async with self._changed:
             self._changed.notify_all()
+
+    def _refuse_quarantined(self, difference: Difference) -> None:
+        assert self._group is not None
+        for device in difference.devices:
+            for holding in self.directory.of(device):
+                left = self._quarantine_left(holding.assignment.wallet)
+                if left > 0 and holding.assignment.state != "ENDED":
+                    reason = f"the wallet is in quarantine for {left:.0f} s more"
+                    self._group.create_task(self._revoke(holding, reason, code="quarantined"))
+
+    def _quarantine_left(self, wallet: PublicKey) -> float:
+        """Seconds that a wallet's quarantine lasts yet."""
+        return self._quarantines.get(wallet, (0, 0.0))[1] - time.monotonic()
 
     def _sign_leaving(self, difference: Difference) -> None:
         """A device that drains or lost a claim gets its receipt now."""
@@ -535,7 +550,12 @@ class Swarm:
 
     async def _quarantine(self, wallet: PublicKey, reason: str) -> None:
         """Audits found the wallet out: all its claims end, and its devices are told why."""
-        _log.warning("wallet.quarantined", wallet=address_of(wallet), reason=reason)
+        if self._quarantine_left(wallet) > 0:
+            return
+        number = self._quarantines.get(wallet, (0, 0.0))[0] + 1
+        self._quarantines[wallet] = (number, time.monotonic() + quarantine_s(number))
+        self.auditor.begin_again(wallet)
+        _log.warning("wallet.quarantined", wallet=address_of(wallet), number=number, reason=reason)
         for holding in self.directory.all():
             if holding.assignment.wallet == wallet:
                 await self._revoke(holding, f"quarantine: {reason}", code="quarantined")

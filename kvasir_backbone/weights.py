@@ -2,7 +2,7 @@
 
 `GET /weights/v1/{plan_hex}/{file_index}` with one `Range: bytes=a-b`, signed by the device key, is answered
 206 with a strong ETag. A range must lie in the windows that the device has leases on; nothing else of the
-model is served. Nothing is converted or copied: the bytes are those on disk.
+model is served. Nothing is converted or stored: the bytes are those on disk, or those of the hub, passed on.
 
 Knows files, ranges and who may have them. Knows nothing of tensors, and nothing of what the bytes mean.
 """
@@ -10,25 +10,29 @@ Knows files, ranges and who may have them. Knows nothing of tensors, and nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import re
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from aiohttp import web
 
-from market.plans import ByteRange, Plan, PlanId
+from market.plans import ByteRange, Plan, PlanFile, PlanId
 from market.requests import NonceBook, verify_request
 from market.windows import Window
 from relay.errors import IdentityError, KvasirError, Refused, RemoteProtocolError
 from relay.identity import PublicKey, address_of
+
+if TYPE_CHECKING:
+    from .hub_reader import HubReader
 
 WEIGHTS_PATH: Final = "/weights/v1/{plan}/{file}"
 BLOCK_BYTES: Final = 1 << 20
@@ -43,6 +47,9 @@ CLAIM_WAIT_S: Final = 5.0
 WRITE_TIMEOUT_S: Final = 30.0
 """A client that takes no data for this long is closed."""
 
+HUB_DEADLINE_S: Final = 20.0
+"""The hub has this long to give a block that is passed on; nodes take 30 s of silence for a failure."""
+
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _log = structlog.get_logger("backbone")
 
@@ -50,8 +57,51 @@ Leased = Callable[[PublicKey, float], Awaitable[Collection[Window]]]
 """(device, seconds to wait while there are none) -> the windows it holds leases on."""
 
 
+Read = Callable[[int, int], bytes]
+"""(first byte, bytes) -> exactly those bytes of one file. Blocks."""
+
+
+class FileRanges:
+    """The plan's files on this machine: `paths[i]` is file number i."""
+
+    threads: Final = 2
+    block_bytes: Final = BLOCK_BYTES
+
+    def __init__(self, paths: Collection[Path]) -> None:
+        self._paths = tuple(paths)
+
+    @contextlib.contextmanager
+    def open(self, file: PlanFile, number: int) -> Iterator[Read]:
+        """A reader of that file. Raises `Refused` if it is not as long as planned, `OSError`."""
+        opened = os.open(self._paths[number], os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            if os.fstat(opened).st_size != file.size:
+                raise Refused("internal", f"file {file.name} has changed since it was planned")
+            yield functools.partial(_read_at, opened)
+        finally:
+            os.close(opened)
+
+
+class HubRanges:
+    """The plan's files on the hub, passed on from memory to the node that asks."""
+
+    threads: Final = 8
+    block_bytes: Final = 2 << 20
+
+    def __init__(self, reader: HubReader) -> None:
+        self._reader = reader
+
+    @contextlib.contextmanager
+    def open(self, file: PlanFile, number: int) -> Iterator[Read]:
+        """A reader of that file, which raises `KvasirError` where the hub does not give the bytes."""
+        read = self._reader.read
+        yield lambda position, size: read(
+            ByteRange(number, position, position + size), deadline_s=HUB_DEADLINE_S
+        )
+
+
 class WeightsEndpoint:
-    """Serves one plan's files. `paths[i]` is the plan's file number i on this machine.
+    """Serves one plan's files, which `source` reads.
 
     `leased` says which windows a device holds. `transfers` bounds what is served at once. `close` ends the
     reading threads.
@@ -61,7 +111,7 @@ class WeightsEndpoint:
         self,
         plan: Plan,
         plan_id: PlanId,
-        paths: Collection[Path],
+        source: FileRanges | HubRanges,
         *,
         root: PublicKey,
         leased: Leased,
@@ -70,16 +120,15 @@ class WeightsEndpoint:
     ) -> None:
         self._plan = plan
         self._plan_hex = plan_id.hex()
-        self._paths = tuple(paths)
-        assert len(self._paths) == len(plan.files)
+        self._source = source
         self._root = root
         self._leased = leased
         self._limit = transfers
         self._clock = clock
         self._nonces = NonceBook()
         self._running: Counter[PublicKey] = Counter()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="weights")
-        self._ranges = lru_cache(maxsize=1024)(plan.window_ranges)
+        self._threads = ThreadPoolExecutor(source.threads, thread_name_prefix="weights")
+        self._ranges = functools.lru_cache(maxsize=1024)(plan.window_ranges)
         self.bytes_served = 0
         """Bytes sent since the start."""
 
@@ -115,8 +164,10 @@ class WeightsEndpoint:
                 "not_found", "this backbone serves another plan: ask the market for the current one"
             )
         name = request.match_info["file"]
-        if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= len(self._paths):
-            raise Refused("not_found", f"the plan has files 0 to {len(self._paths) - 1}, not {name[:20]!r}")
+        if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= len(self._plan.files):
+            raise Refused(
+                "not_found", f"the plan has files 0 to {len(self._plan.files) - 1}, not {name[:20]!r}"
+            )
         match = _RANGE.fullmatch(request.headers.get("Range", ""))
         if match is None:
             raise RangeNotSatisfiable(
@@ -150,7 +201,9 @@ class WeightsEndpoint:
         self._running[device] += 1
         try:
             await self._copy(request, response, span)
-        except (TimeoutError, ConnectionError, OSError) as error:
+        except (TimeoutError, OSError, KvasirError) as error:
+            if isinstance(error, KvasirError) and not response.prepared:
+                raise
             _log.info("weights.broken", device=address_of(device), reason=str(error) or type(error).__name__)
             if request.transport is not None:
                 request.transport.abort()
@@ -159,30 +212,27 @@ class WeightsEndpoint:
         return response
 
     async def _copy(self, request: web.Request, response: web.StreamResponse, span: ByteRange) -> None:
+        """Send the range; the next block is read while one is sent."""
         loop = asyncio.get_running_loop()
-        file = await loop.run_in_executor(self._threads, self._open, span.file)
-        try:
-            await response.prepare(request)
-            position = span.start
-            while position < span.end:
-                size = min(BLOCK_BYTES, span.end - position)
-                block = await loop.run_in_executor(self._threads, _read_at, file, position, size)
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await response.write(block)
-                position += size
-                self.bytes_served += size
-            await response.write_eof()
-        finally:
-            os.close(file)
-
-    def _open(self, number: int) -> int:
-        file = os.open(self._paths[number], os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        if os.fstat(file).st_size != self._size(number):
-            os.close(file)
-            raise Refused(
-                "internal", f"file {self._plan.files[number].name} has changed since it was planned"
-            )
-        return file
+        with contextlib.ExitStack() as stack:
+            opened = self._source.open(self._plan.files[span.file], span.file)
+            read = await loop.run_in_executor(self._threads, stack.enter_context, opened)
+            step = self._source.block_bytes
+            blocks = [(place, min(step, span.end - place)) for place in range(span.start, span.end, step)]
+            reading = [loop.run_in_executor(self._threads, read, *blocks[0])]
+            try:
+                for number in range(len(blocks)):
+                    block = await reading.pop()
+                    if number + 1 < len(blocks):
+                        reading.append(loop.run_in_executor(self._threads, read, *blocks[number + 1]))
+                    if not response.prepared:
+                        await response.prepare(request)
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        await response.write(block)
+                    self.bytes_served += len(block)
+                await response.write_eof()
+            finally:  # the file is closed only when no thread reads it
+                await asyncio.gather(*reading, return_exceptions=True)
 
 
 class RangeNotSatisfiable(KvasirError):  # noqa: N818 - HTTP's own name for it

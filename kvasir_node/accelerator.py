@@ -33,9 +33,6 @@ from .residual import residual
 
 log = structlog.get_logger("node")
 
-DEVICES: Final = ("auto", "cpu", "cuda", "mps")
-"""What `--device` takes."""
-
 LIMIT: Final = 1e-9
 """The largest d from torch on the CPU (fp32, the same kept weights) at which a device is used."""
 
@@ -54,20 +51,18 @@ def find_device(name: str) -> torch.device | None:
     if name == "auto":
         return next((torch.device(kind) for kind, there in found.items() if there), None)
     if not found[name]:
-        wanted = (
-            "an NVIDIA driver and a torch built with CUDA" if name == "cuda" else "macOS on Apple silicon"
-        )
-        raise ConfigError(f"--device {name}: torch finds none here ({wanted} is needed); leave it out")
+        needs = {"cuda": "an NVIDIA driver and a torch built with CUDA", "mps": "macOS on Apple silicon"}[
+            name
+        ]
+        raise ConfigError(f"--device {name}: torch finds none here ({needs} is needed); leave it out")
     return torch.device(name)
 
 
 def describe_device(device: torch.device) -> str:
     """The accelerator's name, for a person."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type.upper()} through torch"
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type.upper()} through torch"
 
 
 def device_memory(device: torch.device) -> tuple[int, int] | None:
@@ -268,7 +263,6 @@ def _architecture(device: torch.device) -> str:
 
 
 __all__ = [
-    "DEVICES",
     "DeviceExpert",
     "DeviceKernel",
     "choose_accelerated",

@@ -88,6 +88,22 @@ class Batcher(Generic[Owner]):
             return Run(key, works)
         return None
 
+    def companions(self, run: Run[Owner], now: float) -> tuple[Run[Owner], ...]:
+        """The other experts of the run's layer and weights that its oldest call waits for.
+
+        They may run together with `run`; each must then be followed by `done` or `abandon`, as `run` itself.
+        """
+        oldest = run.works[0]
+        keys = [key for key in oldest.parts if key[:2] == run.key[:2] and key != run.key]
+        runs = []
+        for key in keys:
+            works = tuple(work for work in self._waiting[key] if _fault(work, now) is None)
+            for work in works:
+                work.started = now if work.started is None else work.started
+            if works:
+                runs.append(Run(key, works))
+        return tuple(runs)
+
     def done(self, run: Run[Owner]) -> tuple[Work[Owner], ...]:
         """The run's outputs are in place. Returns the calls that are complete with it, oldest first."""
         complete = []

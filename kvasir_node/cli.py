@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final, TextIO, TypeVar, cast
 
 import aiohttp
 import base58
@@ -31,13 +31,16 @@ from relay.keyfiles import MAGIC
 from relay.links import JoinLink, parse_join_link
 from relay.loop import run as run_loop
 
-from .config import NodeConfig, parse_size
+from .config import DEVICES, NodeConfig, parse_size
 from .control import ask_daemon
+from .limits import OwnerRules, parse_hours, parse_share
 from .logbook import LOG_FILE, LogBook, last_lines, new_lines
 from .receipts import Balance, read_balances
 from .sources import HUB
 from .state import NodeState
 from .status import NodeStatus, describe
+
+T = TypeVar("T")
 
 USAGE_ERROR: Final = 2
 FAILED: Final = 1
@@ -119,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     show = add("logs", _logs, "The node's log.")
     show.add_argument("-n", "--lines", type=int, default=50, help="how many (default: %(default)s)")
     show.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    add("pause", _pause, "Stop serving until `resume`: windows are given back, weights stay on disk.")
+    add("resume", _resume, "Serve again after `pause`.")
     add("stop", _stop, "Stop the running node in order.")
     return parser
 
@@ -145,19 +150,47 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--mirror", action="append", default=[], help="an HTTP server with the model's files")
     run.add_argument("--no-hub", action="store_true", help="never fetch from the Hugging Face hub")
+    run.add_argument(
+        "--device",
+        default="auto",
+        choices=DEVICES,
+        help="where experts run (auto: a GPU if torch finds one)",
+    )
     run.add_argument("--threads", type=int, default=1, help="threads for experts (default: %(default)s)")
     run.add_argument("--nice", type=int, default=5, help="lower priority, 0 to 19 (default: %(default)s)")
+    run.add_argument(
+        "--max-cpu", type=_typed(parse_share), default=1.0, help="share of all processors, e.g. 25%%"
+    )
+    run.add_argument("--upload-limit", type=_size, help="bytes a second to send at most, e.g. 2MB")
+    run.add_argument(
+        "--hours", type=_typed(parse_hours), help="serve at these hours of the day only, e.g. 22-7"
+    )
+    run.add_argument("--on-battery", action="store_true", help="serve on battery too (default: pause)")
+    run.add_argument(
+        "--on-metered", action="store_true", help="serve over a metered connection too (default: pause)"
+    )
+    run.add_argument(
+        "--no-measure", action="store_true", help="do not try out memory, disk and link at the start"
+    )
     run.add_argument("--log-level", default="info", choices=tuple(logs.LEVELS))
     run.add_argument(
         "--json-logs", action="store_true", help="log lines instead of the display on a terminal"
     )
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A parser of ours as argparse wants it: its `ConfigError` is a usage error."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+_size: Final = _typed(parse_size)
 
 
 def config_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> NodeConfig:
@@ -175,10 +208,15 @@ def config_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         weights_from=arguments.weights_from,
         mirrors=tuple(arguments.mirror),
         hub=not arguments.no_hub,
-        hub_endpoint=environment.get("HF_ENDPOINT", HUB),
-        hub_token=environment.get("HF_TOKEN"),
+        hub_endpoint=environment.get("HF_ENDPOINT") or HUB,
+        hub_token=environment.get("HF_TOKEN") or None,
+        device=arguments.device,
         threads=arguments.threads,
         nice=arguments.nice,
+        max_cpu=arguments.max_cpu,
+        upload_limit=arguments.upload_limit,
+        rules=OwnerRules(arguments.hours, arguments.on_battery, arguments.on_metered),
+        measure=not arguments.no_measure,
     )
 
 
@@ -351,6 +389,19 @@ def _status(arguments: argparse.Namespace) -> int:
 def _stop(arguments: argparse.Namespace) -> int:
     ask_daemon(arguments.state_dir, "POST", "/stop")
     print("the node drains and stops")
+    return 0
+
+
+def _pause(arguments: argparse.Namespace) -> int:
+    ask_daemon(arguments.state_dir, "POST", "/pause")
+    print("the node gives its windows back and pauses; `kvasir-node resume` goes on")
+    return 0
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    ask_daemon(arguments.state_dir, "POST", "/resume")
+    answer = ask_daemon(arguments.state_dir, "GET", "/status")
+    print(f"the node may serve again; it is {answer['phase']}")
     return 0
 
 

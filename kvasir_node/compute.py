@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -147,10 +148,14 @@ class Job:
 
 
 class Compute:
-    """The thread that runs experts. `start`, then `submit` from that loop, then `stop`."""
+    """The thread that runs experts. `start`, then `submit` from that loop, then `stop`.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    `rest_s`, if given, says after each run for how many seconds the thread is to rest (the owner's limit).
+    """
+
+    def __init__(self, clock: Callable[[], float], *, rest_s: Callable[[], float] | None = None) -> None:
         self._clock = clock
+        self._rest_s = rest_s
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._batcher: Batcher[Job] = Batcher()
         self._loop: asyncio.AbstractEventLoop
@@ -184,6 +189,8 @@ class Compute:
                     self._deliver(step.work.owner, late if step.reason == "expired" else None)
                 elif step is not None:
                     self._step(step)
+                    if self._rest_s is not None and (rest := self._rest_s()) > 0:
+                        time.sleep(rest)
 
     def _absorb(self) -> bool:
         """Take in every job that waits; blocks while there is nothing to do. False: stop."""
@@ -198,12 +205,18 @@ class Compute:
                 self._batcher.add(job.work)
 
     def _step(self, run: Run[Job]) -> None:
-        if not self._guarded([work.owner for work in run.works], partial(self._run_expert, run)):
-            for work in run.works:
+        holding: Holding = run.key[0]  # type: ignore[assignment]
+        runs = [run]
+        if holding.experts.grouped:
+            runs += self._batcher.companions(run, self._clock())
+        works = tuple(dict.fromkeys(work for part in runs for work in part.works))
+        if not self._guarded([work.owner for work in works], partial(self._run_experts, holding, runs)):
+            for work in works:
                 self._batcher.abandon(work)
             return
-        for work in self._batcher.done(run):
-            self._guarded((work.owner,), partial(self._answer, work.owner))
+        for part in runs:
+            for work in self._batcher.done(part):
+                self._guarded((work.owner,), partial(self._answer, work.owner))
 
     def _answer(self, job: Job) -> None:
         self._deliver(job, job.reply(self._clock()))
@@ -223,17 +236,20 @@ class Compute:
             self._deliver(job, outcome)
         return False
 
-    def _run_expert(self, run: Run[Job]) -> None:
-        key = run.key
-        jobs = [work.owner for work in run.works]
-        inputs = [job.inputs(key) for job in jobs]
-        rows = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-        holding: Holding = key[0]  # type: ignore[assignment]
-        outputs = holding.experts.run(key[1], key[2], rows)
-        at = 0
-        for job, part in zip(jobs, inputs, strict=True):
-            job.store(key, outputs[at : at + part.shape[0]])
-            at += part.shape[0]
+    def _run_experts(self, holding: Holding, runs: Sequence[Run[Job]]) -> None:
+        """Run one expert, or several of a layer, each for all the jobs that wait for it."""
+        inputs = [[work.owner.inputs(run.key) for work in run.works] for run in runs]
+        rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in inputs]
+        layer = runs[0].key[1]
+        if len(runs) == 1:
+            outputs = [holding.experts.run(layer, runs[0].key[2], rows[0])]
+        else:
+            outputs = holding.experts.run_many(layer, [run.key[2] for run in runs], rows)
+        for run, parts, out in zip(runs, inputs, outputs, strict=True):
+            at = 0
+            for work, part in zip(run.works, parts, strict=True):
+                work.owner.store(run.key, out[at : at + part.shape[0]])
+                at += part.shape[0]
 
     def _deliver(self, job: Job, outcome: Outcome) -> None:
         self._loop.call_soon_threadsafe(job.done, job, outcome)

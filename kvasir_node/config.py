@@ -16,11 +16,15 @@ from market.plans import PRECISIONS
 from relay.errors import ConfigError
 from relay.links import JoinLink
 
+from .limits import OwnerRules
 from .sources import HUB
 from .weights import FetchConfig
 
 WEIGHTS_FROM: Final = ("auto", "backbone", "hub")
 """Where weights may come from, by name; a URL is the other choice."""
+
+DEVICES: Final = ("auto", "cpu", "cuda", "mps")
+"""What `--device` takes."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -84,8 +88,20 @@ class NodeConfig:
     """The hub's URL."""
     hub_token: str | None = field(default=None, repr=False)
     """A token for gated hub models."""
+    device: str = "auto"
+    """Where experts run: "cpu", "cuda", "mps", or "auto": the accelerator that torch finds, else the CPU."""
     threads: int = 1
     """Threads of the expert computation."""
+    max_cpu: float = 1.0
+    """Share of all processors' time that this process uses at most, on average: above 0, at most 1."""
+    upload_limit: int | None = None
+    """Bytes a second that answers to backbones take of the link, on average; None: no limit."""
+    rules: OwnerRules = field(default_factory=OwnerRules)
+    """When the node pauses by itself: hours of the day, battery, metered link."""
+    look_s: float = 10.0
+    """Seconds between two looks at the clock, the power and the link for `rules`."""
+    measure: bool = True
+    """Whether memory, disk and link are measured at the start, which takes a second."""
     nice: int = 5
     """Lowers this process's priority: the owner's programs go first (0: not at all, 19: most)."""
     heartbeat_s: float = 20.0
@@ -109,6 +125,14 @@ class NodeConfig:
             raise ConfigError("the disk reserve cannot be negative")
         if not 1 <= self.threads <= 1024:
             raise ConfigError("--threads is from 1 to 1024")
+        if self.device not in DEVICES:
+            raise ConfigError(f"--device is one of {', '.join(DEVICES)}; not {self.device!r}")
+        if not 0 < self.max_cpu <= 1:
+            raise ConfigError("--max-cpu is a share above 0, at most 100%")
+        if self.upload_limit is not None and self.upload_limit < 1000:
+            raise ConfigError("--upload-limit is in bytes a second, 1kB at least")
+        if self.look_s <= 0:
+            raise ConfigError("the seconds between two looks at the machine must be positive")
         if not 0 <= self.nice <= 19:
             raise ConfigError("--nice is from 0 to 19")
         if min(self.heartbeat_s, self.drain_s, self.handshake_s) <= 0:
@@ -119,13 +143,25 @@ class NodeConfig:
             raise ConfigError("--name is at most 64 printable characters")
         if self.weights_from not in WEIGHTS_FROM and not _is_url(self.weights_from):
             raise ConfigError(
-                f"--weights-from is {', '.join(WEIGHTS_FROM)} or the URL of a mirror; not {self.weights_from!r}"
+                f"--weights-from is {', '.join(WEIGHTS_FROM)} or the URL of a mirror; not "
+                f"{self.weights_from!r}"
             )
         if not _is_url(self.hub_endpoint):
             raise ConfigError(f"HF_ENDPOINT {self.hub_endpoint!r} is not an http or https URL")
         for mirror in self.mirrors:
             if not _is_url(mirror):
                 raise ConfigError(f"the mirror {mirror!r} is not an http or https URL")
+
+    def describe_limits(self) -> str:
+        """What the owner allows and when, for a person; empty if nothing is limited."""
+        parts = []
+        if self.rules.hours is not None:
+            parts.append(f"serves from {self.rules.hours}")
+        if self.max_cpu < 1:
+            parts.append(f"at most {self.max_cpu:.0%} of the processors")
+        if self.upload_limit is not None:
+            parts.append(f"at most {format_size(self.upload_limit)}/s sent")
+        return ", ".join(parts)
 
     @property
     def cache_folder(self) -> Path:

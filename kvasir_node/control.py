@@ -28,9 +28,15 @@ _MAX_ANSWER: Final = 4 << 20
 
 @contextlib.asynccontextmanager
 async def control_endpoint(
-    folder: Path, *, status: Callable[[], Mapping[str, Any]], stop: Callable[[], None]
+    folder: Path,
+    *,
+    status: Callable[[], Mapping[str, Any]],
+    stop: Callable[[], None],
+    pause: Callable[[bool], None] = lambda wanted: None,
 ) -> AsyncIterator[int]:
-    """Serve `GET /status` and `POST /stop` on 127.0.0.1 while the block runs; yields the port."""
+    """Serve `GET /status`, `POST /stop`, `/pause` and `/resume` on 127.0.0.1 while the block runs; yields
+    the port.
+    """
     token = secrets.token_urlsafe(32)
 
     def allowed(request: web.Request) -> None:
@@ -47,7 +53,15 @@ async def control_endpoint(
         stop()
         return web.json_response({"stopping": True})
 
+    async def post_pause(request: web.Request) -> web.Response:
+        allowed(request)
+        wanted = request.path == "/pause"
+        pause(wanted)
+        return web.json_response({"pausing": wanted})
+
     app = web.Application(client_max_size=4096)
+    app.router.add_post("/pause", post_pause)
+    app.router.add_post("/resume", post_pause)
     app.router.add_get("/status", get_status)
     app.router.add_post("/stop", post_stop)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)

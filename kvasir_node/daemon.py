@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from random import Random
 from typing import Final
 
@@ -22,22 +23,27 @@ import structlog
 import torch
 from yarl import URL
 
-from market.messages import Abilities, Offer
+from market.messages import Abilities, Offer, VolunteerAnswer
 from market.plans import WIRE_DTYPES
 from relay.errors import KvasirError, Refused, Unreachable
 from relay.identity import SigningKey
 from relay.secure import SecureSession
 
-from .cache import WeightCache
+from .accelerator import describe_device, device_memory, find_device
+from .cache import CacheFull, WeightCache
 from .circuits import Circuits
 from .config import NodeConfig
 from .control import control_endpoint
 from .device import allow, lower_priority, measure, network_of
+from .fitting import AUTO_PRECISIONS, PrecisionChooser, WontFit, describe_capacity
 from .formulas import FORMULAS
 from .intake import Intake
 from .joining import Membership, join_swarm
+from .limits import CpuPacer, PacedSession, UploadPacer
 from .loading import Loader
 from .locks import FolderLock
+from .measuring import Speed, kernel_name, measure_link, measure_machine
+from .pausing import Pausing
 from .receipts import ReceiptBook
 from .serving import ExpertServer
 from .state import NodeState
@@ -46,14 +52,14 @@ from .tenancy import SIGN_IN, Held, Tenancy, politely
 
 log = structlog.get_logger("node")
 
-AUTO_PRECISIONS: Final = ("stored", "int8")
-"""What `--precision auto` offers, in order of preference. int4 is for those who ask for it."""
-
 LAST_RECEIPT_S: Final = 1.0
 """How long the node waits for the receipts that backbones sign when it drains; later ones come next time."""
 
 RENEW_S: Final = 3600.0
 """The grant is renewed when it has less than this left."""
+
+FULL_S: Final = 20.0
+"""The market is asked again after this long where what it offered does not fit this machine."""
 
 
 async def run(
@@ -98,6 +104,18 @@ class Node:
         self._circuits: Circuits
         self._tenancy: Tenancy
         self._threads: ThreadPoolExecutor
+        self._accelerator: torch.device | None = None
+        self._pacer: CpuPacer | None = None
+        self._uploads = None if config.upload_limit is None else UploadPacer(config.upload_limit)
+        self._chooser = PrecisionChooser()
+        self._claiming = asyncio.Lock()
+        self._pausing = Pausing(
+            config.rules,
+            withdraw=self._pause_serving,
+            come_back=self._go_on,
+            said=self._say_paused,
+            every_s=config.look_s,
+        )
 
     # --- from start to end ---
 
@@ -118,19 +136,23 @@ class Node:
         torch.set_num_threads(config.threads)
         lower_priority(config.nice)
         stack.callback(FolderLock(config.state_dir).close)
-        device = measure(config.cache_folder)
+        self._accelerator = find_device(config.device)
+        device = measure(config.cache_folder, accelerator=_known(self._accelerator))
+        if config.max_cpu < 1:
+            self._pacer = CpuPacer(config.max_cpu, device.processors)
         self._cache = WeightCache(config.cache_folder, cap_bytes=0, reserve_bytes=config.reserve_bytes)
         stack.callback(self._cache.close)
         allowance = allow(config, device, cached_bytes=self._cache.used_bytes)
         self._cache.cap_bytes = allowance.cache
         self._budget = status.budget_bytes = allowance.budget
         status.machine, status.allowance = device.describe(), allowance.describe()
+        status.limits = config.describe_limits()
         status.market.url = config.join.url
         self._generation = self._state.next_generation(now=time.time())
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="node")
         stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
         await stack.enter_async_context(
-            control_endpoint(config.state_dir, status=status.snapshot, stop=stop.set)
+            control_endpoint(config.state_dir, status=status.snapshot, stop=stop.set, pause=self._pausing.ask)
         )
         self._http = await stack.enter_async_context(aiohttp.ClientSession())
         log.info("node.started", generation=self._generation, budget_bytes=self._budget, **device.facts())
@@ -138,12 +160,19 @@ class Node:
     async def _begin(self) -> None:
         """Join, and make what depends on which swarm it is."""
         config, status = self._config, self._status
-        await self._join()
+        async with asyncio.TaskGroup() as group:
+            measuring = group.create_task(self._measure())
+            await self._join()
+        await self._measure_link(measuring.result())
         member = self._member
         folder = self._state.receipts_folder(member.root)
         book = await asyncio.to_thread(ReceiptBook, folder, root=member.root, device=member.keys.signing)
         intake = self._intake = Intake(book, lambda: self._member.grant.wallet, status, self._threads)
-        self._server = ExpertServer(on_receipt=intake.receipt, on_notice=intake.notice)
+        self._server = ExpertServer(
+            on_receipt=intake.receipt,
+            on_notice=intake.notice,
+            rest_s=None if self._pacer is None else self._pacer.rest_s,
+        )
         self._circuits = Circuits(
             lambda: self._member,
             generation=self._generation,
@@ -163,6 +192,39 @@ class Node:
             rng=self._rng,
         )
         status.balance, status.counters = intake.balance, self._counters
+
+    async def _measure(self) -> Speed | None:
+        """What this machine can do, tried out while the swarm is joined."""
+        if not self._config.measure:
+            return None
+        accelerator, folder = self._accelerator, self._config.cache_folder
+        kernel = kernel_name if accelerator is None else lambda: describe_device(accelerator)
+        return await asyncio.to_thread(measure_machine, folder, kernel=kernel)
+
+    async def _measure_link(self, speed: Speed | None) -> None:
+        """The link to the swarm, by carrying bytes; then say what was found."""
+        if speed is None:
+            return
+        link = await measure_link(self._member.market.probe_link)
+        if link is not None:
+            speed = replace(speed, upload=link.upload, download=link.download, rtt_s=link.rtt_s)
+        status = self._status
+        status.speed, status.speed_text = speed.facts(), speed.describe()
+        status.link_text = speed.describe_link()
+        log.info("machine.measured", **speed.facts())
+        for text in (status.machine, status.speed_text, f"link: {status.link_text}", status.allowance):
+            status.notify(text)
+
+    async def _size_plans(self) -> None:
+        """Say once for each plan how much of it this machine can hold."""
+        budget, precisions = self._budget, self._precisions()
+        for listing in await self._member.market.plans():
+            if listing.state == "active" and listing.plan.hex() not in self._status.capacity:
+                plan = await self._loader.plan(listing.plan)
+                text = await asyncio.to_thread(describe_capacity, plan, budget, precisions)
+                self._status.capacity[listing.plan.hex()] = text
+                self._status.notify(f"this machine can hold {text}")
+                log.info("plan.sized", plan=listing.plan.hex(), model=plan.model, capacity=text)
 
     async def _join(self, *, fresh: bool = False) -> None:
         """Into the swarm; with `fresh`, the wallet signs anew."""
@@ -187,6 +249,8 @@ class Node:
             http=self._http,
             compute=self._threads,
             rng=self._rng,
+            accelerator=self._accelerator,
+            pacer=self._pacer,
         )
         self._status.base = Phase.VOLUNTEERING
 
@@ -194,6 +258,7 @@ class Node:
         """Everything at once until `stop`; a failure that the owner must mend ends it too."""
         async with asyncio.TaskGroup() as group:
             claiming = group.create_task(self._volunteer(group))
+            pausing = group.create_task(self._pausing.run())
             others = [
                 group.create_task(self._circuits.run()),
                 group.create_task(self._tenancy.heartbeats()),
@@ -201,17 +266,23 @@ class Node:
             ]
             await stop.wait()
             claiming.cancel()
+            pausing.cancel()
             await self._leave()
             for task in others:
                 task.cancel()
 
     async def _leave(self) -> None:
         """Tell everybody, finish what is in flight, give the leases back; each step under a deadline."""
-        status, reason = self._status, "the owner stopped the node"
+        leases = len(self._tenancy.held)
+        log.info("node.draining", leases=leases, sessions=len(self._status.sessions))
+        finished = await self._withdraw("the owner stopped the node")
+        log.info("node.drained", outcome="drained" if finished else "timeout", leases=leases)
+
+    async def _withdraw(self, reason: str) -> bool:
+        """See `_leave`; False if calls were still in flight when the time was over."""
+        status = self._status
         status.base = Phase.DRAINING
         status.message = "finishing what is in flight"
-        leases = len(self._tenancy.held)
-        log.info("node.draining", leases=leases, sessions=len(status.sessions))
         await self._tenancy.drain(reason)
         self._intake.arrived.clear()
         finished = await self._server.drain(reason, timeout=self._config.drain_s)
@@ -219,7 +290,29 @@ class Node:
             await politely([self._intake.arrived.wait()], LAST_RECEIPT_S)
         await self._circuits.close("draining", reason)
         await self._tenancy.release(reason)
-        log.info("node.drained", outcome="drained" if finished else "timeout", leases=leases)
+        return finished
+
+    # --- the owner first ---
+
+    async def _pause_serving(self, reason: str) -> None:
+        """Give everything back, as at the end, but stay; weights stay on disk, the market is not asked."""
+        async with self._claiming:
+            await self._withdraw(reason)
+            self._circuits.want(())
+        self._status.base = Phase.PAUSED
+        self._say_paused(reason)
+        self._status.notify(f"paused: {reason}")
+
+    def _say_paused(self, reason: str) -> None:
+        if self._status.base is Phase.PAUSED:
+            self._status.message = reason
+
+    def _go_on(self) -> None:
+        """The pause is over: volunteer again. What is on disk is not fetched again."""
+        self._server.resume()
+        self._status.base = Phase.VOLUNTEERING
+        self._status.message = ""
+        self._status.notify("going on")
 
     # --- volunteering ---
 
@@ -228,43 +321,87 @@ class Node:
         failures = Backoff(first_s=1.0, most_s=120.0)
         silence = Backoff()
         while True:
+            await self._pausing.allowed.wait()
             try:
-                await self._renew_grant()
-                answer = await self._member.market.volunteer(self._abilities())
-                self._status.market_answered()
-                silence.reset()
-                self._status.message = answer.message
-                if not answer.offers:
-                    log.info("volunteer.declined", outcome="nothing_needed", reason=answer.message)
-                    await self._pause(answer.retry_after_s * self._rng.uniform(0.9, 1.1))
-                    continue
-                held = await self._claim_first(answer.offers)
+                async with self._claiming:
+                    if self._pausing.paused:
+                        continue
+                    held, wait = await self._ask_and_claim()
+                    silence.reset()
+                    if held is not None:
+                        held.loading = group.create_task(self._tenancy.load(held))
             except Unreachable as error:
                 self._status.market_failed(str(error))
                 wait = silence.next_s(self._rng.random())
                 log.warning("market.unreachable", url=self._config.join.url, reason=str(error), retry_s=wait)
                 await self._pause(wait)
                 continue
+            except (WontFit, CacheFull) as error:
+                self._wont_fit(error)
+                await self._pause(FULL_S * self._rng.uniform(0.9, 1.1))
+                continue
             except KvasirError as error:
                 await self._refused(error, failures)
                 continue
-            if held is None:
-                await self._pause(self._rng.uniform(0.05, 0.5))
+            if held is None or held.loading is None:
+                await self._pause(wait)
                 continue
-            held.loading = group.create_task(self._tenancy.load(held))
             await asyncio.wait([held.loading])
             if held.loaded is not None:
                 failures.reset()
             elif not held.loading.cancelled():
                 await self._pause(failures.next_s(self._rng.random()))
 
-    async def _claim_first(self, offers: tuple[Offer, ...]) -> Held | None:
-        """The first offer that nobody else was faster with."""
-        for offer in offers:
-            held = await self._tenancy.claim(offer, network=self._network)
+    async def _ask_and_claim(self) -> tuple[Held | None, float]:
+        """One round with the market: the lease got, if any, and else the seconds to wait."""
+        await self._renew_grant()
+        await self._size_plans()
+        answer = await self._member.market.volunteer(self._abilities())
+        self._status.market_answered()
+        self._status.message = answer.message
+        if not answer.offers:
+            log.info("volunteer.declined", outcome="nothing_needed", reason=answer.message)
+            return None, answer.retry_after_s * self._rng.uniform(0.9, 1.1)
+        return await self._claim_first(answer), self._rng.uniform(0.05, 0.5)
+
+    def _wont_fit(self, error: KvasirError) -> None:
+        self._status.message = str(error)
+        self._status.notify(f"what is needed does not fit here: {error}")
+        log.warning("offer.declined", outcome=error.code, reason=str(error))
+
+    async def _claim_first(self, answer: VolunteerAnswer) -> Held | None:
+        """The first offer that fits and that nobody else was faster with.
+
+        Raises `WontFit` or `CacheFull` if none of them fits this machine.
+        """
+        misfits: list[KvasirError] = []
+        for offer in answer.offers:
+            try:
+                held = await self._tenancy.claim(
+                    await self._settle(offer, answer), network=self._network, budget=self._budget
+                )
+            except (WontFit, CacheFull) as error:
+                misfits.append(error)
+                continue
             if held is not None:
                 return held
+        if len(misfits) == len(answer.offers):
+            raise misfits[0]
         return None
+
+    async def _settle(self, offer: Offer, answer: VolunteerAnswer) -> Offer:
+        """The offer at the precision that `--precision auto` wants; as it is with another."""
+        if self._config.precision != "auto":
+            return offer
+        if all(held.clock.lease.plan != offer.plan for held in self._tenancy.held):
+            self._chooser.forget(offer.plan)
+        plan = await self._loader.plan(offer.plan)
+        free = self._budget - self._tenancy.kept_bytes
+        settled = self._chooser.settle(offer, plan, answer.wanted_bytes, free)
+        log.info(
+            "precision.chosen", precision=settled.precision, wanted=dict(answer.wanted_bytes), free_bytes=free
+        )
+        return settled
 
     async def _refused(self, error: KvasirError, failures: Backoff) -> None:
         """The market says no to volunteering or a claim: say so, and wait, or sign in anew.
@@ -301,11 +438,13 @@ class Node:
         await self._tenancy.release("the wallet's grant is renewed")
         await self._join(fresh=True)
 
+    def _precisions(self) -> tuple[str, ...]:
+        return AUTO_PRECISIONS if self._config.precision == "auto" else (self._config.precision,)
+
     def _abilities(self) -> Abilities:
-        precision = self._config.precision
         return Abilities(
             budget_bytes=self._budget,
-            precisions=AUTO_PRECISIONS if precision == "auto" else (precision,),
+            precisions=self._precisions(),
             wire_dtypes=tuple(WIRE_DTYPES),
             numerics={},
             network=self._network,
@@ -323,7 +462,8 @@ class Node:
 
     async def _serve(self, session: SecureSession) -> None:
         self._intake.know(session.certificate)
-        await self._server.handle_session(session)
+        limited = session if self._uploads is None else PacedSession(session, self._uploads)
+        await self._server.handle_session(limited)
 
     async def _acknowledge(self) -> None:
         """Hand in the last countersignatures again, in case a kill lost one on its way."""
@@ -347,6 +487,10 @@ class Node:
         if not named and not create and not path.exists():
             return None
         return self._state.wallet(path, create=not named, passphrase=self._passphrase)
+
+
+def _known(accelerator: torch.device | None) -> tuple[str, tuple[int, int] | None] | None:
+    return None if accelerator is None else (describe_device(accelerator), device_memory(accelerator))
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:

@@ -47,6 +47,17 @@ class Device:
     memory_free: int
     disk_free: int
     on_battery: bool
+    accelerator: str = ""
+    """The GPU that experts run on, by name; empty: the CPU."""
+    accelerator_total: int = 0
+    accelerator_free: int = 0
+
+    @property
+    def expert_memory(self) -> tuple[int, int]:
+        """(free, total) of the memory that experts are kept in."""
+        if self.accelerator_total:
+            return self.accelerator_free, self.accelerator_total
+        return self.memory_free, self.memory_total
 
     def facts(self) -> dict[str, Any]:
         """The fields, for a log line or the status."""
@@ -55,6 +66,11 @@ class Device:
     def describe(self) -> str:
         """One line for a person."""
         power = ", on battery" if self.on_battery else ""
+        if self.accelerator:
+            free, total = format_size(self.accelerator_free), format_size(self.accelerator_total)
+            power += f", {self.accelerator}" + (
+                f" with {free} of {total} free" if self.accelerator_total else ""
+            )
         return (
             f"{self.system} on {self.machine}, {self.processors} processors, "
             f"{format_size(self.memory_free)} of {format_size(self.memory_total)} memory free, "
@@ -76,8 +92,16 @@ class Allowance:
         )
 
 
-def measure(folder: Path, *, cgroups: Iterable[tuple[str, str]] = _CGROUP_FILES) -> Device:
-    """Look at this machine; `folder` is on the disk that will hold the cache."""
+def measure(
+    folder: Path,
+    *,
+    cgroups: Iterable[tuple[str, str]] = _CGROUP_FILES,
+    accelerator: tuple[str, tuple[int, int] | None] | None = None,
+) -> Device:
+    """Look at this machine; `folder` is on the disk that will hold the cache.
+
+    `accelerator` is the name of the GPU in use and its (free, total) memory in bytes, if it has its own.
+    """
     memory = psutil.virtual_memory()
     limit, left = cgroup_memory(cgroups)
     return Device(
@@ -88,6 +112,9 @@ def measure(folder: Path, *, cgroups: Iterable[tuple[str, str]] = _CGROUP_FILES)
         memory_free=min(memory.available, left),
         disk_free=shutil.disk_usage(_existing(folder)).free,
         on_battery=on_battery(),
+        accelerator=accelerator[0] if accelerator else "",
+        accelerator_free=accelerator[1][0] if accelerator and accelerator[1] else 0,
+        accelerator_total=accelerator[1][1] if accelerator and accelerator[1] else 0,
     )
 
 
@@ -96,10 +123,11 @@ def allow(config: NodeConfig, device: Device, *, cached_bytes: int = 0) -> Allow
 
     Raises `ConfigError` if the budget is more than the machine has, or no disk is left for the cache.
     """
-    if config.budget_bytes is not None and config.budget_bytes > device.memory_total:
+    free, total = device.expert_memory
+    if config.budget_bytes is not None and config.budget_bytes > total:
         raise ConfigError(
             f"--budget {format_size(config.budget_bytes)} is more than this machine's "
-            f"{format_size(device.memory_total)}: give at most {format_size(device.memory_total // 2)} or so"
+            f"{format_size(total)}: give at most {format_size(total // 2)} or so"
         )
     room = device.disk_free + cached_bytes - config.reserve_bytes
     cache = room if config.cache_bytes is None else config.cache_bytes
@@ -109,7 +137,7 @@ def allow(config: NodeConfig, device: Device, *, cached_bytes: int = 0) -> Allow
             f"{format_size(config.reserve_bytes)} are kept in reserve: free some disk or name another "
             "with --cache-dir"
         )
-    return Allowance(budget=config.budget_bytes or device.memory_free // 2, cache=cache)
+    return Allowance(budget=config.budget_bytes or free // 2, cache=cache)
 
 
 def cgroup_memory(files: Iterable[tuple[str, str]] = _CGROUP_FILES) -> tuple[int, int]:

@@ -91,8 +91,8 @@ def check_fit(plan: Plan, offer: Offer, *, budget_left: int, memory_free: int) -
     name = f"{offer.window.name} as {offer.precision}"
     if kept > budget_left:
         raise WontFit(
-            f"{name} keeps {format_size(kept)} and {format_size(max(0, budget_left))} of the budget are left: "
-            f"raise --budget by {format_size(kept - budget_left)}"
+            f"{name} keeps {format_size(kept)} and {format_size(max(0, budget_left))} of the budget are left:"
+            f" raise --budget by {format_size(kept - budget_left)}"
         )
     if kept + working > memory_free:
         raise WontFit(
@@ -114,10 +114,11 @@ def describe_capacity(plan: Plan, budget: int, precisions: tuple[str, ...]) -> s
         held = "all" if count == len(sizes) else f"{count} of {len(sizes)}"
         parts.append(f"{held} windows as {name}")
     if not parts:
-        return f"{plan.model}: it allows {', '.join(plan.precisions)}, and this node offers {', '.join(precisions)}"
+        allowed, offered = ", ".join(plan.precisions), ", ".join(precisions)
+        return f"{plan.model}: it allows {allowed}, and this node offers {offered}"
     if budget < smallest:
         return (
-            f"{plan.model}: no window, for the smallest keeps {format_size(smallest)}: raise --budget to that "
-            "or more"
+            f"{plan.model}: no window, for the smallest keeps {format_size(smallest)}: raise --budget to at "
+            "least that"
         )
     return f"{plan.model}: {' or '.join(parts)}"

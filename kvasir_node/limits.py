@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from relay.errors import ConfigError
 
-from .peers import Session
+if TYPE_CHECKING:
+    from .peers import Session
 
 _SPAN: Final = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*-\s*(\d{1,2})(?::(\d{2}))?")
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(%?)")
@@ -168,7 +169,7 @@ class CpuPacer:
         return min(rest, LONGEST_REST_S)
 
     def rest(self, *_: object) -> None:
-        """Rest as `rest_s` says, for threads that load; takes a progress call's arguments and ignores them."""
+        """Rest as `rest_s` says, in a thread that loads; a progress call's arguments are ignored."""
         if (pause := self.rest_s()) > 0.001:
             time.sleep(pause)
 

@@ -17,21 +17,26 @@ from typing import Final
 import aiohttp
 import psutil
 import structlog
+import torch
 from yarl import URL
 
 from market.client import MarketClient
-from market.messages import Lease
+from market.messages import Lease, Offer
 from market.plans import Plan, PlanId
 from market.requests import sign_request
 from relay.errors import ConfigError, KvasirError, Refused, Unreachable
 from relay.identity import SigningKey
 
 from . import kernels
+from .accelerator import choose_accelerated, device_memory
 from .cache import WeightCache, WindowBytes
 from .config import NodeConfig, format_size
+from .device import cgroup_memory
 from .execution import choose_execution, numerics_class
 from .experts import WindowExperts
-from .ffn import Execution
+from .ffn import Execution, GroupKernel
+from .fitting import check_fit
+from .limits import CpuPacer
 from .sources import WeightSource, backbone_source, hub_source, mirror_source
 from .status import Backoff, WindowStatus
 from .weights import fetch_window
@@ -61,7 +66,10 @@ class LoadedWindow:
 
 
 class Loader:
-    """Loads windows one after another. `compute` is the executor on which tensors are made."""
+    """Loads windows one after another. `compute` is the executor on which tensors are made.
+
+    Experts run on `accelerator` where it agrees with the CPU. `pacer` keeps the owner's processor limit.
+    """
 
     def __init__(
         self,
@@ -73,6 +81,8 @@ class Loader:
         http: aiohttp.ClientSession,
         compute: Executor,
         rng: Random,
+        accelerator: torch.device | None = None,
+        pacer: CpuPacer | None = None,
     ) -> None:
         self._config = config
         self._market = market
@@ -81,6 +91,8 @@ class Loader:
         self._http = http
         self._compute = compute
         self._rng = rng
+        self._accelerator = accelerator
+        self._pacer = pacer
         self._plans: dict[PlanId, Plan] = {}
         self._executions: dict[tuple[PlanId, str], tuple[Execution, str]] = {}
 
@@ -97,6 +109,18 @@ class Loader:
         """
         return (await self._execution(plan_id, precision))[1]
 
+    async def check(self, offer: Offer, *, budget_left: int) -> None:
+        """Whether the offered window fits this machine now; looked at before it is claimed.
+
+        Raises `WontFit` (budget, memory) or `CacheFull` (disk), saying what the owner can do.
+        """
+        plan = await self.plan(offer.plan)
+        execution, _ = await self._execution(offer.plan, offer.precision)
+        free = memory_free(self._accelerator if isinstance(execution.kernel, GroupKernel) else None)
+        check_fit(plan, offer, budget_left=budget_left, memory_free=free)
+        download = sum(part.nbytes for part in plan.window_ranges(offer.window))
+        await asyncio.to_thread(self._cache.check_room, offer.plan, offer.window, download)
+
     async def load(self, lease: Lease, shown: WindowStatus, *, loading_deadline: float) -> LoadedWindow:
         """Bring the window of `lease` into memory. `loading_deadline` is on the monotonic clock.
 
@@ -105,18 +129,22 @@ class Loader:
         """
         plan = await self.plan(lease.plan)
         execution, shown.numerics = await self._execution(lease.plan, lease.precision)
-        check_memory(plan.kept_bytes(lease.window, lease.precision))
+        free = memory_free(self._accelerator if isinstance(execution.kernel, GroupKernel) else None)
+        check_memory(plan.kept_bytes(lease.window, lease.precision), free=lambda: free)
         shown.total_bytes = sum(part.nbytes for part in plan.window_ranges(lease.window))
         hashes = await self._hashes(lease, loading_deadline)
         data = await self._fetch(plan, lease, hashes, shown)
         try:
             shown.step = "making tensors"
             loop = asyncio.get_running_loop()
+            rest = None if self._pacer is None else self._pacer.rest
 
             def build() -> WindowExperts:
                 window, precision = lease.window, lease.precision
                 with _memory_refused():
-                    return WindowExperts.load(plan, window, precision, data.read, execution=execution)
+                    return WindowExperts.load(
+                        plan, window, precision, data.read, execution=execution, progress=rest
+                    )
 
             experts = await loop.run_in_executor(self._compute, build)
         except BaseException:
@@ -130,7 +158,11 @@ class Loader:
             plan = await self.plan(plan_id)
 
             def check() -> tuple[Execution, str]:
-                execution = choose_execution(plan, precision, kernels.load(precision))
+                execution = None
+                if self._accelerator is not None:
+                    execution = choose_accelerated(plan, precision, self._accelerator)
+                if execution is None:
+                    execution = choose_execution(plan, precision, kernels.load(precision))
                 return execution, numerics_class(plan, precision, execution)
 
             loop = asyncio.get_running_loop()
@@ -236,9 +268,18 @@ def _memory_refused() -> Iterator[None]:
         ) from error
 
 
-def check_memory(need: int, *, free: Callable[[], int] | None = None) -> None:
+def memory_free(accelerator: torch.device | None = None) -> int:
+    """Bytes of memory that experts may still take: the container's or machine's, or the accelerator's."""
+    own = min(psutil.virtual_memory().available, cgroup_memory()[1])
+    found = None if accelerator is None else device_memory(accelerator)
+    if found is None:
+        return own
+    return min(own, found[0]) if accelerator is not None and accelerator.type == "mps" else found[0]
+
+
+def check_memory(need: int, *, free: Callable[[], int] = memory_free) -> None:
     """Raise `MemoryShort` unless `need` bytes of memory are free now."""
-    available = psutil.virtual_memory().available if free is None else free()
+    available = free()
     if need > available:
         raise MemoryShort(
             f"the window needs {format_size(need)} of memory and {format_size(available)} are free: close "

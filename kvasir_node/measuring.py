@@ -37,9 +37,9 @@ DISK_S: Final = 0.5
 """Writing stops after this long."""
 
 FIRST_PROBE: Final = 16 << 10
-LARGEST_PROBE: Final = 1 << 20
+LARGEST_PROBE: Final = 1_000_000
 PROBE_S: Final = 0.5
-"""A link probe carries about what the link takes in this time."""
+"""A link probe carries about what the link takes in this time, `LARGEST_PROBE` bytes at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,7 @@ class Speed:
         """One line for a person."""
         if self.upload is None or self.download is None or self.rtt_s is None:
             return "not measured"
-        return (
-            f"{_rate(self.download)} down, {_rate(self.upload)} up, {1000 * self.rtt_s:.0f} ms there and back"
-        )
+        return f"{_rate(self.download)} down, {_rate(self.upload)} up, {1000 * self.rtt_s:.1f} ms round trip"
 
 
 def _rate(rate: float | None) -> str:
@@ -193,7 +191,7 @@ class Link:
 async def measure_link(probe: LinkProbe) -> Link | None:
     """Carry bytes to the market at the join link and back; None where that does not work.
 
-    A few small exchanges give the round trip, then each direction carries about half a second's worth, 1 MiB
+    A few small exchanges give the round trip, then each direction carries about half a second's worth, 1 MB
     at most. Takes some two seconds on a slow link.
     """
     try:

@@ -60,7 +60,8 @@ class ExpertServer:
     """Holds windows by lease and serves sessions from them. Enter it before handling sessions.
 
     `on_receipt(receipt)` gets the bytes of each receipt and returns those of its acknowledgement, or None;
-    `on_notice(notice)` gets what the backbone wants the owner to read.
+    `on_notice(notice)` gets what the backbone wants the owner to read. `rest_s()` says after each batch how
+    long the compute thread is to rest.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ExpertServer:
         *,
         on_receipt: Callable[[bytes], Awaitable[bytes | None]] | None = None,
         on_notice: Callable[[Notice], None] | None = None,
+        rest_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits or ServingLimits()
@@ -84,7 +86,7 @@ class ExpertServer:
         self._service_s = 0.0  # moving average of one call
         self._idle = asyncio.Event()
         self._idle.set()
-        self._compute = Compute(clock)
+        self._compute = Compute(clock, rest_s=rest_s)
 
     async def __aenter__(self) -> Self:
         self._compute.start(asyncio.get_running_loop())

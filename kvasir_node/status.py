@@ -52,6 +52,8 @@ class WindowStatus:
     total_bytes: int = 0
     rate: float = 0.0
     kept_bytes: int = 0
+    d: float = 0.0
+    """The measured error of its experts against the stored precision."""
     numerics: str = ""
     lease_left_s: float = 0.0
 
@@ -134,6 +136,13 @@ class NodeStatus:
         self.device = ""
         self.machine = ""
         self.allowance = ""
+        self.limits = ""
+        """What the owner allows and when, for a person; empty: no limits."""
+        self.speed: dict[str, Any] = {}
+        """What was measured at the start (`kvasir_node.measuring.Speed.facts`)."""
+        self.speed_text = self.link_text = ""
+        self.capacity: dict[str, str] = {}
+        """Plan (hex) -> what this machine can hold of it, for a person."""
         self.budget_bytes = 0
         self.market = MarketStatus()
         self.windows: dict[bytes, WindowStatus] = {}
@@ -203,6 +212,9 @@ class NodeStatus:
             "device": self.device,
             "machine": self.machine,
             "allowance": self.allowance,
+            "limits": self.limits,
+            "speed": {**self.speed, "text": self.speed_text, "link": self.link_text},
+            "capacity": list(self.capacity.values()),
             "budget_bytes": self.budget_bytes,
             "market": {
                 "url": self.market.url,
@@ -235,7 +247,7 @@ class NodeStatus:
 def _window_fields(window: WindowStatus) -> dict[str, Any]:
     names = (
         "window", "plan", "model", "precision", "lease", "epoch", "reason", "state", "step", "done_bytes",
-        "total_bytes", "kept_bytes", "numerics",
+        "total_bytes", "kept_bytes", "d", "numerics",
     )  # fmt: skip
     return {
         **{name: getattr(window, name) for name in names},
@@ -258,7 +270,11 @@ def describe(snapshot: Mapping[str, Any]) -> list[str]:
         f"wallet   {snapshot['wallet']}",
         f"device   {snapshot['device']}",
         f"machine  {snapshot['machine']}",
+        *([f"speed    {snapshot['speed']['text']}"] if snapshot["speed"]["text"] else []),
+        *([f"link     {snapshot['speed']['link']}"] if snapshot["speed"]["link"] else []),
         f"uses     {snapshot['allowance']}",
+        *([f"limits   {snapshot['limits']}"] if snapshot["limits"] else []),
+        *(f"can hold {line}" for line in snapshot["capacity"]),
         f"market   {market['url']} "
         + (f"does not answer: {market['error']}" if market["error"] else "answers"),
     ]
@@ -293,7 +309,9 @@ def _window_line(window: Mapping[str, Any]) -> str:
         left = "" if window["left_s"] is None else f", {_duration(window['left_s'])} left"
         rate = f" at {format_size(window['rate'])}/s" if window["rate"] else ""
         return f"{head}: {window['step']}, {share:.0f} % of {format_size(window['total_bytes'])}{rate}{left}"
-    return f"{head}, {format_size(window['kept_bytes'])}" + (f": {window['step']}" if window["step"] else "")
+    error = f", d = {window['d']:.1e} from stored" if window["d"] else ""
+    step = f": {window['step']}" if window["step"] else ""
+    return f"{head}, {format_size(window['kept_bytes'])}{error}{step}"
 
 
 def _rtt(seconds: float | None) -> str:

@@ -42,6 +42,8 @@ class Held:
 
     clock: LeaseClock
     shown: WindowStatus
+    kept_bytes: int
+    """What it keeps of the budget, by its plan."""
     loaded: LoadedWindow | None = None
     loading: asyncio.Task[None] | None = None
     over: bool = False
@@ -93,10 +95,20 @@ class Tenancy:
 
     # --- claiming and loading ---
 
-    async def claim(self, offer: Offer, *, network: str) -> Held | None:
-        """Take an offer; None if somebody was faster. Raises as the market's client does."""
+    @property
+    def kept_bytes(self) -> int:
+        """What the windows held keep of the budget, loaded or not."""
+        return sum(held.kept_bytes for held in self._held.values())
+
+    async def claim(self, offer: Offer, *, network: str, budget: int) -> Held | None:
+        """Take an offer; None if somebody was faster.
+
+        Raises as the market's client does, and `WontFit` or `CacheFull` for a window that does not fit this
+        machine: nothing is claimed then, and nothing fetched.
+        """
         market, loader = self._member().market, self._loader()
         plan = await loader.plan(offer.plan)
+        await loader.check(offer, budget_left=budget - self.kept_bytes)
         numerics = await loader.numerics(offer.plan, offer.precision)
         sent_at = time.monotonic()
         try:
@@ -117,7 +129,8 @@ class Tenancy:
             epoch=lease.epoch,
             reason=offer.reason,
         )
-        held = Held(LeaseClock.start(lease, sent_at), shown)
+        kept = plan.kept_bytes(lease.window, lease.precision)
+        held = Held(LeaseClock.start(lease, sent_at), shown, kept)
         self._held[lease.id] = held
         self._status.windows[lease.id] = shown
         self._circuits.want(relay for one in self.held for relay in one.clock.lease.relays)
@@ -139,7 +152,7 @@ class Tenancy:
         try:
             loaded = await self._loader().load(lease, held.shown, loading_deadline=clock.loading_deadline)
             held.loaded = loaded
-            held.shown.kept_bytes = loaded.experts.kept_bytes
+            held.shown.kept_bytes, held.shown.d = loaded.experts.kept_bytes, loaded.experts.error
             held.shown.step = "telling the market"
             sent_at = time.monotonic()
             answer = await self._member().market.loaded(
@@ -165,6 +178,8 @@ class Tenancy:
             lease=lease.id.hex(),
             kept_bytes=loaded.experts.kept_bytes,
             numerics=loaded.experts.numerics,
+            precision=lease.precision,
+            d=loaded.experts.error,
         )
 
     # --- ends ---

@@ -170,7 +170,7 @@ class MarketClient:
         return await self._post("/volunteer", abilities, m.VolunteerAnswer)
 
     async def probe_link(self, *, send_bytes: int, receive_bytes: int) -> float:
-        """Carry that many bytes of padding (1 MiB each at most) to the market and back; seconds it took."""
+        """Carry that many bytes of padding (1 MB each at most) to the market and back; seconds it took."""
         pad = await asyncio.to_thread(padding, send_bytes)
         body = json.dumps(to_json(m.LinkProbe(pad, receive_bytes)), separators=(",", ":")).encode("ascii")
         started = time.monotonic()

@@ -46,7 +46,7 @@ log = structlog.get_logger("market")
 
 MAX_TICKETS: Final = 8
 MAX_PROBES: Final = 4
-MAX_PROBE_BYTES: Final = 1 << 20
+MAX_PROBE_BYTES: Final = 1_000_000
 VERSION: Final = importlib.metadata.version("kvasir")
 Listings = Callable[[], Sequence[m.RelayListing]]
 

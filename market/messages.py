@@ -296,7 +296,7 @@ class ProvenRequest:
 
 @dataclass(frozen=True, slots=True)
 class LinkProbe:
-    """Carries `pad`, and asks for as many characters back as `answer_bytes` (1 MiB at most)."""
+    """Carries `pad`, and asks for as many characters back as `answer_bytes` (1 MB at most)."""
 
     pad: tuple[str, ...]
     answer_bytes: int

@@ -10,7 +10,7 @@ from . import messages as m
 PREFIX: Final = "/market/v1"
 SMALL_BODY: Final = 256 * 1024
 LARGE_BODY: Final = 96 * 1024 * 1024
-LINK_BODY: Final = 1_200_000
+LINK_BODY: Final = 1_040_000
 
 Who = Literal["anyone", "device", "signed", "backbone", "relay"]
 """Who may ask: anyone; a device's key; a device or a backbone; a certified backbone; a certified relay."""

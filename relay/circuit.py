@@ -89,6 +89,7 @@ class Circuit:
 
     number: int
     opened_at: float
+    counted: bool
     backbone: Leg = field(init=False, repr=False)
     device: Leg = field(init=False, repr=False)
 
@@ -163,8 +164,9 @@ class Admission:
 class Switchboard:
     """Peers and circuits of one relay."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, *, uncounted: frozenset[PublicKey] = frozenset()) -> None:
         self._rules = rules
+        self._uncounted = uncounted  # a health check's own
         self._peers: dict[tuple[PublicKey, PeerRole], Peer] = {}
         self._next_peer = 1
         self._next_circuit = 1
@@ -243,7 +245,7 @@ class Switchboard:
                 return self._refuse(peer, id, "quota", f"the {side.role} has all the circuits it may have")
         device_id = device.highest + 2
         device.highest = device_id
-        circuit = Circuit(self._next_circuit, now)
+        circuit = Circuit(self._next_circuit, now, peer.key not in self._uncounted)
         self._next_circuit += 1
         window = self._rules.window_bytes
         circuit.backbone = Leg(peer, id, circuit, window)
@@ -251,7 +253,7 @@ class Switchboard:
         circuit.backbone.other, circuit.device.other = circuit.device, circuit.backbone
         peer.legs[id], device.legs[device_id] = circuit.backbone, circuit.device
         self.circuits[circuit.number] = circuit
-        self.opened += 1
+        self.opened += circuit.counted
         return [
             Send(device, encode(FrameType.INCOMING, device_id, Incoming(peer.key, peer.role).to_bytes())),
             Send(peer, encode(FrameType.OPENED, id)),
@@ -330,7 +332,9 @@ class Switchboard:
             return []
         for leg in (circuit.backbone, circuit.device):
             leg.peer.legs.pop(leg.id, None)
-            self._ended_bytes += leg.bytes
+        if not circuit.counted:
+            return []
+        self._ended_bytes += circuit.backbone.bytes + circuit.device.bytes
         self.outcomes[outcome] += 1
         return [Ended(_record(circuit, outcome, now))]
 

@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         help="most from one address (%(default)s)",
     )
     serve.add_argument(
+        "--trusted-proxy",
+        action="append",
+        default=[],
+        metavar="NETWORK",
+        help="a reverse proxy whose X-Forwarded-For counts, such as 10.0.0.0/8; may be repeated",
+    )
+    serve.add_argument(
         "--drain", type=float, default=DEFAULTS.drain_s, help="seconds for circuits to finish (%(default)s)"
     )
     return parser
@@ -84,6 +91,7 @@ def _config(arguments: argparse.Namespace) -> RelayConfig:
         connections=arguments.connections,
         address_connections=arguments.address_connections,
         drain_s=arguments.drain,
+        trusted_proxies=tuple(arguments.trusted_proxy),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .addresses import Network, parse_networks
 from .circuit import Rules
 from .errors import ConfigError
 from .frames import MAX_FRAME, WINDOW_BYTES
@@ -23,7 +24,8 @@ class RelayConfig:
     ping_jitter_s: tuple[float, float] = (1.0, 5.0)  # added to each pause, uniform
     pong_timeout_s: float = 5.0  # a peer that has not answered a ping by then is gone
     write_timeout_s: float = 2.0  # a peer that reads nothing for so long is gone
-    auth_timeout_s: float = 10.0  # from the connection to a valid AUTH
+    head_timeout_s: float = 10.0  # from the connection to the head of its first request (standalone)
+    auth_timeout_s: float = 10.0  # from the upgrade to a valid AUTH
     drain_s: float = 5.0  # how long circuits may finish when the relay goes away
     retry_after_s: float = 2.0  # when a draining relay asks to be dialled again
     ticket_grace_s: float = 3600.0  # how much longer tickets count while the market is unreachable
@@ -35,6 +37,7 @@ class RelayConfig:
     backbone_circuits: int = 20_000  # most circuits of one backbone
     address_connections: int = 1_024  # most connections from one address
     connections: int = 20_000  # most connections in all
+    trusted_proxies: tuple[str, ...] = ()  # networks of reverse proxies whose X-Forwarded-For counts
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
@@ -43,6 +46,7 @@ class RelayConfig:
             "ping_s",
             "pong_timeout_s",
             "write_timeout_s",
+            "head_timeout_s",
             "auth_timeout_s",
             "market_poll_s",
             "device_circuits",
@@ -57,6 +61,7 @@ class RelayConfig:
                 raise ConfigError(f"{name} must not be negative")
         if self.public_url and not self.public_url.startswith(("http://", "https://")):
             raise ConfigError(f"{self.public_url!r} is not a URL: it looks like https://HOST:PORT")
+        parse_networks(self.trusted_proxies)
         low, high = self.ping_jitter_s
         if not 0 <= low <= high:
             raise ConfigError("ping_jitter_s is a pair of seconds, the smaller first")
@@ -64,6 +69,11 @@ class RelayConfig:
             raise ConfigError(f"window_bytes must be between {2 * MAX_FRAME} and {1 << 30}")
         if min(self.device_outstanding_bytes, self.backbone_outstanding_bytes) < self.window_bytes:
             raise ConfigError("a peer's outstanding bytes must hold one window at least")
+
+    @property
+    def proxies(self) -> tuple[Network, ...]:
+        """The networks of trusted reverse proxies."""
+        return parse_networks(self.trusted_proxies)
 
     @property
     def rules(self) -> Rules:

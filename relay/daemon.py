@@ -23,6 +23,7 @@ from aiohttp import web
 
 from .config import RelayConfig
 from .errors import ConfigError, KvasirError, RemoteProtocolError, Unreachable
+from .guard import ListenerGuard
 from .identity import (
     Certificate,
     PublicKey,
@@ -142,22 +143,28 @@ async def run(config: RelayConfig, *, stop: asyncio.Event | None = None) -> None
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        address = await _listen(runner, config)
+        address = await _listen(runner, config, stack)
         log.info("relay.listening", address=address, relay=address_of(key.signing.public))
         await _follow(relay, market, key, config, stop)
         await relay.drain()
 
 
-async def _listen(runner: web.AppRunner, config: RelayConfig) -> str:
+async def _listen(runner: web.AppRunner, config: RelayConfig, stack: AsyncExitStack) -> str:
+    guard = ListenerGuard(config.rules, trusted=config.proxies, head_s=config.head_timeout_s)
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        server = await guard.listen(runner, host=config.host, port=config.port)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror or error}: "
             "choose another port with --port"
         ) from None
-    host, port = runner.addresses[0][:2]
+    host, port = server.sockets[0].getsockname()[:2]
+    stack.push_async_callback(_stop_listening, server)
     return f"{host}:{port}"
+
+
+async def _stop_listening(server: asyncio.Server) -> None:
+    server.close()
 
 
 async def _follow(

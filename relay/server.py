@@ -24,7 +24,9 @@ from typing import Final, Literal, Protocol
 import structlog
 from aiohttp import web
 
+from .addresses import client_address, quota_key
 from .circuit import OUTCOMES, Admission, Drop, Instruction, Outcome, Peer, Send, Switchboard
+from .clock import SteadyClock
 from .config import RelayConfig
 from .connection import Connection
 from .errors import IdentityError, KvasirError, Refused, RemoteProtocolError
@@ -33,6 +35,7 @@ from .identity import Certificate, PublicKey, SignedDocument, SigningKey, addres
 from .messages import Auth, Close, Hello, Open, Renewal, Welcome
 from .meters import Meters
 from .metrics import CONTENT_TYPE, metrics_text
+from .probe import Finding, Probe
 from .tickets import Ticket, check_auth, open_ticket, welcome_message
 from .wire import GOING_AWAY, NORMAL, accept
 
@@ -76,16 +79,18 @@ class Relay:
         certificate: Certificate,
         key: SigningKey,
         market: MarketView,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.config = config
         self.draining = False
         self._market = market
-        self._clock = clock
+        self._clock = clock or SteadyClock()
+        self._probe = Probe(lambda: self.public_key, self._clock)
+        self._proxies = config.proxies
         self._rng = rng or random.SystemRandom()
         self._admission = Admission(config.rules)
-        self._board = Switchboard(config.rules)
+        self._board = Switchboard(config.rules, uncounted=self._probe.keys)
         self._connections: dict[int, Connection] = {}  # by peer number
         self._everyone: set[Connection] = set()  # those that have not proved themselves, too
         self._refusals: Counter[str] = Counter()
@@ -107,7 +112,7 @@ class Relay:
     @property
     def meters(self) -> Meters:
         """Live circuits and totals."""
-        peers = self._board.peers
+        peers = [peer for peer in self._board.peers if peer.key not in self._probe.keys]
         devices = sum(peer.role == "device" for peer in peers)
         return Meters(
             peers=len(peers),
@@ -146,17 +151,37 @@ class Relay:
         return web.Response(body=metrics_text(self.meters).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def health(self, request: web.Request) -> web.Response:
-        """Status 200 while the relay serves, 503 while it drains; JSON either way."""
+        """Status 200 while a packet gets through a circuit of this relay, 503 otherwise; JSON either way.
+
+        The circuit is made through the listener that the request came in by. Its result counts for seconds.
+        """
+        found = Finding(None, "the relay is going away") if self.draining else await self._try_out(request)
         meters = self.meters
+        status = "draining" if self.draining else "ok" if found.rtt_s is not None else "failing"
         body = {
-            "status": "draining" if self.draining else "ok",
+            "status": status,
+            "reason": found.reason,
+            "circuit_rtt_ms": None if found.rtt_s is None else round(found.rtt_s * 1000, 3),
             "relay": address_of(self.public_key),
             "peers": meters.peers,
             "circuits": len(meters.circuits),
             "market_reachable": self._market.reachable(),
             "certificate_expires_at": self.certificate.expires_at,
         }
-        return web.json_response(body, status=503 if self.draining else 200)
+        return web.json_response(body, status=200 if status == "ok" else 503)
+
+    async def _try_out(self, request: web.Request) -> Finding:
+        transport = request.transport
+        name = transport.get_extra_info("sockname") if transport is not None else None
+        if transport is None or not isinstance(name, tuple):
+            return Finding(None, "this listener has no address to dial")
+        host = f"[{name[0]}]" if ":" in name[0] else name[0]
+        scheme = "https" if transport.get_extra_info("sslcontext") is not None else "http"
+        return await self.check(f"{scheme}://{host}:{name[1]}")
+
+    async def check(self, url: str) -> Finding:
+        """Try this relay out through its own listener at `url`; answers are shared for a few seconds."""
+        return await self._probe.check(url)
 
     async def drain(self) -> None:
         """Take nothing new, tell every peer when to come back, give circuits time to end, close all."""
@@ -183,11 +208,13 @@ class Relay:
     # --- one connection ---
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        address = request.remote or "unknown"
+        forwarded = request.headers.getall("X-Forwarded-For", ())
+        address = client_address(request.remote or "unknown", forwarded, self._proxies)
+        quota = quota_key(address)
         try:
             if self.draining:
                 raise Refused("draining", "the relay is going away", retry_after_s=self.config.retry_after_s)
-            self._admission.enter(address)
+            self._admission.enter(quota)
         except Refused as error:
             self._refusals[error.code] += 1
             return _refusal(error)
@@ -197,7 +224,7 @@ class Relay:
             await socket.lost
             return response
         finally:
-            self._admission.leave(address)
+            self._admission.leave(quota)
 
     def _greet(self, connection: Connection) -> None:
         """HELLO, and a deadline for AUTH."""
@@ -254,7 +281,7 @@ class Relay:
         self._everyone.discard(connection)
         if peer is not None:
             self._leave(peer, "peer_gone" if outcome == "closed" else outcome)
-            log.info(
+            self._log(peer)(
                 "peer.disconnected",
                 peer=address_of(peer.key),
                 role=peer.role,
@@ -278,16 +305,25 @@ class Relay:
         )
         return self._join(connection, ticket, welcome_message(nonce, auth.signature))
 
+    def _log(self, peer: Peer) -> Callable[..., object]:
+        """Health checks come every few seconds: their peers are worth a line to a developer alone."""
+        say: Callable[..., object] = log.debug if peer.key in self._probe.keys else log.info
+        return say
+
     def _check_ticket(self, document: SignedDocument) -> Ticket:
-        if document.signer not in set(self._market.keys()):
+        probe = document.signer == self._probe.signer
+        if not probe and document.signer not in set(self._market.keys()):
             raise IdentityError("the ticket is not signed by this swarm's market: get a new one")
-        return open_ticket(
+        ticket = open_ticket(
             document,
             market_key=document.signer,
             relay_key=self.public_key,
             now=self._clock(),
             grace_s=self._grace(),
         )
+        if probe is not (ticket.subject in self._probe.keys):
+            raise IdentityError("the ticket is a health check's, and its subject is not")
+        return ticket
 
     def _grace(self) -> float:
         return 0.0 if self._market.reachable() else self.config.ticket_grace_s
@@ -314,7 +350,7 @@ class Relay:
         connection.start_pings(
             lambda: config.ping_s + self._rng.uniform(low, high), lambda: self._check_expiry(peer, connection)
         )
-        log.info("peer.connected", peer=address_of(peer.key), role=peer.role, address=peer.address)
+        self._log(peer)("peer.connected", peer=address_of(peer.key), role=peer.role, address=peer.address)
         return peer
 
     def _check_expiry(self, peer: Peer, connection: Connection) -> None:

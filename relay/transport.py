@@ -42,6 +42,9 @@ __all__ = [
     "relay_endpoint",
 ]
 
+SPREAD_ATTEMPT: Final = 4
+"""What the first try after a relay vanished counts as: the pause after it is up to 0.5 * 2^4 seconds."""
+
 RELAY_PATH: Final = "/relay/v1"
 _FATAL: Final = frozenset({"duplicate", "version", "wrong_swarm"})
 _DATA: Final = int(FrameType.DATA)
@@ -189,7 +192,9 @@ class RelayClient:
             )
             if delay:
                 await asyncio.sleep(delay)
-            attempt, vanished, retry_after = attempt + 1, False, None
+            # Whole crowds come back after a relay vanished: those that fail then spread as wide again.
+            attempt = max(attempt + 1, SPREAD_ATTEMPT if vanished else 0)
+            vanished, retry_after = False, None
             try:
                 link = await self._dial()
             except KvasirError as error:

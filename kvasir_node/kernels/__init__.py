@@ -7,10 +7,10 @@ Why C and not a library. A decode step reads every weight of the chosen experts 
 bandwidth, and a node also promises that a row's bits do not depend on the rows beside it. What there is:
 torch's own products (oneDNN, MKL; `_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`) reach 80 % of read
 bandwidth in fp32, half in bf16 and less in int8 and int4, change their order of summation with the number of
-rows, and have other groups and scales than our quantisers. numba compiles no int8 dot products or bf16 and
-needs a compiler stack of 100 MB; ggml and fbgemm have formats of their own and no promise about bits. The
-reduction order wanted here is simple, so it is written once (`csrc/kvasir.h`), in vectors of whatever length
-the machine has, and every instruction set gives the same bits.
+rows, and have other groups and scales than our quantisers. numba has no bf16 on a CPU and no way to name the
+integer dot-product instructions, and brings LLVM; ggml and fbgemm have formats of their own and promise
+nothing about bits. The reduction order wanted here is simple, so it is written once (`csrc/kvasir.h`), in
+vectors of whatever length the machine has, and every instruction set gives the same bits.
 
     build.py    C sources -> a shared library in the user's cache folder
     native.py   the library's functions, typed

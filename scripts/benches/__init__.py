@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 SUITES = {
+    "weights": "fetching and verifying 1 GB against curl and sha256sum; a warm start; a plan of 100 GB",
     "kernel": "one expert's FFN on one thread, against read bandwidth and torch's own kernels",
     "memory": "peak memory and bytes read of a backbone without its experts, against stock transformers",
 }

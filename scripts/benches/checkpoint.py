@@ -45,11 +45,12 @@ def make(folder: Path, shape: Shape) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(bundled_model_path() / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config(shape), indent=1), encoding="utf-8")
     return _write_shards(folder, shape)
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def config(shape: Shape) -> dict[str, object]:
+    """The model's config.json."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

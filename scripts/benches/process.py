@@ -50,17 +50,18 @@ def forget_cached(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def environment() -> dict[str, str]:
+    """The environment of a measuring process: one compute thread, no network."""
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **quiet}
+
+
 def in_child(module: str, *arguments: str, timeout: float = 600.0) -> dict[str, Any]:
     """Run `python -m benches.MODULE ARGUMENTS` and return the JSON object on its last line."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
     done = subprocess.run(
         [sys.executable, "-m", f"benches.{module}", *arguments],
         cwd=Path(__file__).resolve().parent.parent,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         text=True,
         timeout=timeout,

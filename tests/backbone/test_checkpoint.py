@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from kvasir_backbone.bundled import bundled_model_path
 from kvasir_backbone.checkpoint import Checkpoint
-from market.plans import Plan, parse_plan, plan_fields, plan_id, sign_plan
+from market.plans import ByteRange, Plan, parse_plan, plan_fields, plan_id, sign_plan
 from relay.errors import ConfigError
 from relay.identity import PROTOCOL_VERSION, SigningKey
 
@@ -147,3 +147,15 @@ def test_hashes_are_those_of_the_files_bytes(bundled: Checkpoint, bundled_plan: 
     for chunk, digest in zip(bundled_plan.window_chunks(window), hashes.chunks, strict=True):
         data = (bundled.path / bundled_plan.files[chunk.file].name).read_bytes()
         assert hashlib.sha256(data[chunk.start : chunk.end]).digest() == digest
+
+
+def test_what_is_read_ahead_of_loading_is_the_dense_part_and_nothing_else(
+    bundled: Checkpoint, bundled_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ByteRange] = []
+    monkeypatch.setattr(bundled, "read", seen.append)
+    bundled.warm_dense()
+    routed = [chunk for window in bundled_plan.windows for chunk in bundled_plan.window_chunks(window)]
+    assert not any(a.file == b.file and a.start < b.end and b.start < a.end for a in seen for b in routed)
+    held = sum(tensor.end - tensor.start for tensor in bundled.shards.tensors.values())
+    assert sum(span.nbytes for span in seen) == held - sum(chunk.nbytes for chunk in routed)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir_backbone import weights
-from kvasir_backbone.weights import WEIGHTS_PATH, WeightsEndpoint, _inside
+from kvasir_backbone.weights import WEIGHTS_PATH, FileRanges, WeightsEndpoint, _inside
 from market.plans import ByteRange, PlanId
 from market.requests import sign_request
 from market.windows import Window
@@ -41,7 +41,7 @@ class Site:
         self.endpoint = WeightsEndpoint(
             PLAN,
             PLAN_ID,
-            [self.path],
+            FileRanges([self.path]),
             root=SigningKey.generate().public,
             leased=self.leased,
             transfers=4,

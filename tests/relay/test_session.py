@@ -139,9 +139,13 @@ def test_a_replaced_serial_is_refused() -> None:
     id = b"b" * 16
     old, newer, newest = (SWARM.certify("backbone", id=id, serial=serial) for serial in (1, 2, 3))
     for operator in (old, newest, newer):
-        _responder(device).receive_offer(_initiator(device, operator=operator).offer(), unix_now=NOW, now=0.0)
+        _responder(device).receive_offer(
+            _initiator(device, operator=operator).offer(), unix_now=time.time(), now=0.0
+        )
     with pytest.raises(IdentityError, match="replaced"):
-        _responder(device).receive_offer(_initiator(device, operator=old).offer(), unix_now=NOW, now=0.0)
+        _responder(device).receive_offer(
+            _initiator(device, operator=old).offer(), unix_now=time.time(), now=0.0
+        )
 
 
 def test_generations_rise() -> None:

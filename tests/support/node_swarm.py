@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from kvasir_backbone.weights import WEIGHTS_PATH, WeightsEndpoint
+from kvasir_backbone.weights import WEIGHTS_PATH, FileRanges, WeightsEndpoint
 from kvasir_node import kernels
 from kvasir_node.calls import (
     Call,
@@ -161,7 +161,7 @@ class NodeSwarm:
         document = sign_plan(self.plan, self.keys.backbone.signing)
         self.plan_id = await self.client.publish_plan(document)
         self.weights = WeightsEndpoint(
-            self.plan, self.plan_id, [self.model], root=self.keys.root_public, leased=self._leased
+            self.plan, self.plan_id, FileRanges([self.model]), root=self.keys.root_public, leased=self._leased
         )
         if hashes:
             for window in self.plan.windows:

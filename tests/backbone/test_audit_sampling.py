@@ -1,0 +1,137 @@
+"""The background auditor: what it samples, what it finds, and what it does not wait for."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvasir_backbone import auditing
+from kvasir_backbone.audit import MAX_QUARANTINES, QUARANTINE_S, NormBand, Sample, quarantine_s
+from kvasir_backbone.auditing import References, SampledAuditor
+from kvasir_backbone.roster import Replica, WindowMap
+from relay.errors import ConfigError
+from tests.support.rosters import device, flat_plan, replica
+
+WINDOWS = WindowMap(flat_plan(width=16))
+WEIGHT = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Local:
+    """Stands where `LocalExperts` stands: one expert, at a precision."""
+
+    numerics = "n"
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self.gate = threading.Event()
+        self.gate.set()
+        self.gone = False
+
+    def run(self, layer: int, expert: int, rows: Tensor) -> Tensor:
+        self.gate.wait(10)
+        if self.gone:
+            raise ConfigError("the bytes are gone")
+        scale = {"stored": 1.0, "int8": 0.5}[self.precision]
+        return torch.nn.functional.linear(rows, scale * WEIGHT)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.made: dict[str, Local] = {}
+        self.verdicts: list[tuple[Replica, str, float]] = []
+        self.auditor = SampledAuditor(
+            References(self.make),  # type: ignore[arg-type]
+            NormBand(),
+            on_verdict=lambda *verdict: self.verdicts.append(verdict),
+            rng=random.Random(1),
+        )
+
+    def settle(self) -> None:
+        """Wait until every sample taken so far is judged."""
+        self.auditor._thread.submit(lambda: None).result(timeout=10)
+        self.auditor.close()
+
+    def make(self, precision: str) -> Local:
+        return self.made.setdefault(precision, Local(precision))
+
+    def offer(self, *, name: str = "a", precision: str = "stored", error: float = 0.0) -> None:
+        def draw(rng: random.Random) -> Sample:
+            row = torch.randn(16)
+            scale = {"stored": 1.0, "int8": 0.5}[precision]
+            return Sample(0, 1, row, torch.nn.functional.linear(row, scale * WEIGHT) * (1 + error))
+
+        self.auditor.offer(replica(WINDOWS, 0, name, precision=precision), draw)
+
+
+def test_honest_outputs_at_the_replicas_own_precision_pass() -> None:
+    bench = Bench()
+    for _ in range(10):
+        bench.offer()
+        bench.offer(name="b", precision="int8")
+    bench.settle()
+    assert bench.auditor.stats.audited == 20
+    assert bench.auditor.stats.violations == 0
+    assert bench.auditor.stats.cpu_s > 0
+    assert set(bench.made) == {"stored", "int8"}
+    assert bench.verdicts == []
+
+
+def test_a_gross_lie_is_a_verdict_at_once_and_counts_against_its_wallet_alone() -> None:
+    bench = Bench()
+    bench.offer(name="honest")
+    bench.offer(name="liar", error=1.0)
+    bench.settle()
+    ((found, reason, d),) = bench.verdicts
+    assert found.device == device("liar")
+    assert d > 0.05
+    assert "wrong" in reason
+    trust = bench.auditor.trust()
+    assert trust[device("wallet of honest")].worst_d < 1e-10
+    assert trust[device("wallet of liar")].worst_d == d
+
+
+def test_small_lies_take_three() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.offer(error=0.01)
+    bench.settle()
+    assert len(bench.verdicts) == 1
+    assert bench.auditor.stats.violations == 3
+
+
+def test_more_samples_than_the_bound_are_dropped_and_counted_not_waited_for() -> None:
+    bench = Bench()
+    bench.make("stored").gate.clear()
+    for number in range(auditing.MAX_QUEUED + 5):
+        bench.offer(name=f"d{number}")
+    assert bench.auditor.stats.dropped == 5
+    bench.made["stored"].gate.set()
+    bench.auditor.close()
+
+
+def test_bytes_that_are_gone_skip_the_audit_and_blame_nobody() -> None:
+    bench = Bench()
+    bench.make("stored").gone = True
+    bench.offer(error=1.0)
+    bench.settle()
+    assert bench.verdicts == []
+    assert bench.auditor.stats.audited == 0
+
+
+def test_a_rejected_reply_is_judged_like_an_audited_one() -> None:
+    bench = Bench()
+    bench.auditor.rejected(replica(WINDOWS, 0, "a"), 1.0)
+    assert len(bench.verdicts) == 1
+    bench.auditor.begin_again(device("wallet of a"))
+    assert bench.auditor.trust()[device("wallet of a")].valid_calls == 0
+
+
+def test_quarantines_double_and_the_one_after_the_third_does_not_end() -> None:
+    assert [quarantine_s(number) for number in (1, 2, 3)] == [
+        QUARANTINE_S, 2 * QUARANTINE_S, 4 * QUARANTINE_S,
+    ]  # fmt: skip
+    assert quarantine_s(MAX_QUARANTINES + 1) == pytest.approx(float("inf"))
