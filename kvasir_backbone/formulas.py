@@ -79,10 +79,10 @@ def _candidates(module: Any) -> Iterator[GateFormula]:
 
 
 def _constants(module: Any) -> set[float]:
-    """Positive numbers among the module's own attributes and those of its activation."""
+    """Positive numbers among the attributes of the module and of the modules in it (its activation)."""
     found: set[float] = set()
-    for owner in (module, getattr(module, "act_fn", None)):
-        for value in vars(owner).values() if owner is not None else ():
+    for owner in (*module.modules(), getattr(module, "act_fn", None)):
+        for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
             if (isinstance(value, float) and value > 0) or (isinstance(value, int) and 0 < value <= 64):
                 found.add(float(value))
     return {value for value in found if not isinstance(value, bool)}

@@ -239,6 +239,9 @@ class DeviceLink:
         finally:
             if successor is None:
                 self._lost(reason)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # Python 3.11: a group with errors swallows it
+            raise asyncio.CancelledError
         if not session.closed:
             await session.close("closed", reason if successor is None else "a newer session took over")
         return successor

@@ -47,7 +47,8 @@ PACKED_TYPES: Final = frozenset(
 """Model types whose attention fits the packed form; each is compared with stock `generate` by a test."""
 
 CHUNKED_TYPES: Final = PACKED_TYPES | {
-    "deepseek_v2", "deepseek_v3", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next",
+    "deepseek_v2", "deepseek_v3", "gemma4_text", "gpt_oss", "kimi_linear", "lfm2_moe", "qwen3_5_moe_text",
+    "qwen3_next",
 }  # fmt: skip
 """Model types whose prompts may be computed in chunks; each is compared with stock by a test. The others
 compute a prompt in one piece: transformers' state-space layers, for one, lose their state between chunks."""

@@ -33,6 +33,8 @@ from .locks import FolderLock
 _MAGIC: Final = b"KVW1"
 _HEADER: Final = struct.Struct(">4sI32s")  # magic, chunks, identity
 _MARK: Final = struct.Struct(">I")
+_RESIDENT_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of a mapped window that reading makes resident before they are let go of."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
 
 
@@ -54,10 +56,15 @@ class CachedWindow:
 
 
 class WindowBytes:
-    """A whole, verified window, memory-mapped. `read` gives views; nothing is copied."""
+    """A whole, verified window, memory-mapped. `read` gives views; nothing is copied.
+
+    Pages that were read are let go of every now and then: an expert made from them may have a copy of its
+    own, and where it has none they come back from the system's cache at their first use.
+    """
 
     def __init__(self, entry: CacheEntry, map_: mmap.mmap) -> None:
         self._entry = entry
+        self._resident = 0
         self._map = map_
         self._view = memoryview(map_)
         self.nbytes = entry.total_bytes
@@ -65,7 +72,16 @@ class WindowBytes:
     def read(self, wanted: ByteRange) -> memoryview:
         """The bytes of `wanted`, read-only. Raises `KeyError` if they do not lie in this window."""
         start = self._entry.locate(wanted)
+        self._resident += wanted.nbytes
+        if self._resident > _RESIDENT_BYTES:
+            self.forget_pages()
+            self._resident = wanted.nbytes
         return self._view[start : start + wanted.nbytes]
+
+    def forget_pages(self) -> None:
+        """Give the mapped pages back to the system, which keeps them as long as it likes."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Unmap (unless views are still out: then when they are gone) and unpin the window."""

@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar, cast
 
 import aiohttp
 import base58
@@ -39,6 +40,9 @@ from .receipts import Balance, read_balances
 from .sources import HUB
 from .state import NodeState
 from .status import NodeStatus, describe
+
+if TYPE_CHECKING:
+    from .doctor import Check
 
 T = TypeVar("T")
 
@@ -122,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     show = add("logs", _logs, "The node's log.")
     show.add_argument("-n", "--lines", type=int, default=50, help="how many (default: %(default)s)")
     show.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    doctor = add("doctor", _doctor, "Look for what keeps this node from serving, and how to mend it.", wallet)
+    doctor.add_argument(
+        "join", metavar="JOINLINK", nargs="?", help="the swarm (default: those joined before)"
+    )
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    _add_resources(doctor)
     add("pause", _pause, "Stop serving until `resume`: windows are given back, weights stay on disk.")
     add("resume", _resume, "Serve again after `pause`.")
     add("stop", _stop, "Stop the running node in order.")
@@ -131,17 +141,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("join", metavar="JOINLINK", help="http://HOST:PORT#SWARM, from the operator")
     run.add_argument("--name", default="", help="a name for people")
-    run.add_argument(
-        "--budget", type=_size, help="memory for experts, e.g. 4GB (default: half of what is free)"
-    )
-    run.add_argument(
-        "--precision", default="auto", choices=("auto", *PRECISIONS), help="how experts are kept in memory"
-    )
-    run.add_argument("--cache-dir", type=Path, help="the weight cache (default: in the state folder)")
-    run.add_argument("--cache-bytes", type=_size, help="hard cap of the weight cache, e.g. 50GB")
-    run.add_argument(
-        "--reserve-bytes", type=_size, default=1_000_000_000, help="disk to leave free (default: 1GB)"
-    )
+    _add_resources(run)
     run.add_argument(
         "--weights-from",
         default="auto",
@@ -150,12 +150,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--mirror", action="append", default=[], help="an HTTP server with the model's files")
     run.add_argument("--no-hub", action="store_true", help="never fetch from the Hugging Face hub")
-    run.add_argument(
-        "--device",
-        default="auto",
-        choices=DEVICES,
-        help="where experts run (auto: a GPU if torch finds one)",
-    )
     run.add_argument("--threads", type=int, default=1, help="threads for experts (default: %(default)s)")
     run.add_argument("--nice", type=int, default=5, help="lower priority, 0 to 19 (default: %(default)s)")
     run.add_argument(
@@ -175,6 +169,27 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--log-level", default="info", choices=tuple(logs.LEVELS))
     run.add_argument(
         "--json-logs", action="store_true", help="log lines instead of the display on a terminal"
+    )
+
+
+def _add_resources(command: argparse.ArgumentParser) -> None:
+    """What of the machine a node uses: `run` takes it, `doctor` checks it."""
+    command.add_argument(
+        "--budget", type=_size, help="memory for experts, e.g. 4GB (default: half of what is free)"
+    )
+    command.add_argument(
+        "--precision", default="auto", choices=("auto", *PRECISIONS), help="how experts are kept in memory"
+    )
+    command.add_argument("--cache-dir", type=Path, help="the weight cache (default: in the state folder)")
+    command.add_argument("--cache-bytes", type=_size, help="hard cap of the weight cache, e.g. 50GB")
+    command.add_argument(
+        "--reserve-bytes", type=_size, default=1_000_000_000, help="disk to leave free (default: 1GB)"
+    )
+    command.add_argument(
+        "--device",
+        default="auto",
+        choices=DEVICES,
+        help="where experts run (auto: a GPU if torch finds one)",
     )
 
 
@@ -300,15 +315,20 @@ def _passphrase(path: Path, *, twice: bool = False) -> bytes | None:
                     return None
         except OSError:
             return None
-    known = os.environ.get("KVASIR_WALLET_PASSPHRASE")
+    known = _known_passphrase()
     if known is not None:
-        return known.encode("utf-8")
+        return known
     if not sys.stdin.isatty():
         raise ConfigError(f"{path} is encrypted: set KVASIR_WALLET_PASSPHRASE, or run this on a terminal")
     first = getpass.getpass(f"Passphrase of {path}: ")
     if twice and getpass.getpass("Again: ") != first:
         raise ConfigError("the two passphrases differ: try again")
     return first.encode("utf-8")
+
+
+def _known_passphrase() -> bytes | None:
+    known = os.environ.get("KVASIR_WALLET_PASSPHRASE")
+    return None if known is None else known.encode("utf-8")
 
 
 def _wallet(arguments: argparse.Namespace) -> int:
@@ -390,6 +410,53 @@ def _stop(arguments: argparse.Namespace) -> int:
     ask_daemon(arguments.state_dir, "POST", "/stop")
     print("the node drains and stops")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import describe_checks, exit_status
+
+    checks = run_loop(_examine(arguments), use_uvloop=os.environ.get("KVASIR_LOOP") != "default")
+    if arguments.json:
+        print(json.dumps({"v": 1, "checks": [check.fields() for check in checks]}, indent=1))
+    else:
+        print("\n".join(describe_checks(checks)))
+    return exit_status(checks)
+
+
+async def _examine(arguments: argparse.Namespace) -> list[Check]:
+    """The machine's checks, then those of each swarm: the one given, or those joined before."""
+    from .doctor import Tools, examine_machine, no_swarm
+    from .doctor_swarm import examine_swarm
+
+    logs.configure(level="error")
+    known: dict[str, PublicKey] = {}
+    with contextlib.suppress(ConfigError, IdentityError):  # the state folder has a check of its own
+        known = NodeState(arguments.state_dir).roots()
+    if arguments.join is not None:
+        links = [parse_join_link(arguments.join)]
+    else:
+        links = [JoinLink(url, root) for url, root in sorted(known.items())]
+    config = _doctor_config(arguments, links[0] if links else JoinLink("http://no-swarm.invalid", None))
+    passphrase = _passphrase(config.wallet_file) if sys.stdin.isatty() else _known_passphrase()
+    checks = await examine_machine(config, passphrase=passphrase, tools=Tools())
+    async with aiohttp.ClientSession() as http:
+        for link in links:
+            checks += await examine_swarm(replace(config, join=link), http=http, tools=Tools())
+    return checks if links else [*checks, no_swarm()]
+
+
+def _doctor_config(arguments: argparse.Namespace, link: JoinLink) -> NodeConfig:
+    return NodeConfig(
+        join=link,
+        state_dir=arguments.state_dir,
+        wallet=arguments.wallet,
+        budget_bytes=arguments.budget,
+        precision=arguments.precision,
+        cache_dir=arguments.cache_dir,
+        cache_bytes=arguments.cache_bytes,
+        reserve_bytes=arguments.reserve_bytes,
+        device=arguments.device,
+    )
 
 
 def _pause(arguments: argparse.Namespace) -> int:

@@ -23,20 +23,16 @@ import structlog
 import torch
 from yarl import URL
 
-from market.messages import Abilities, Offer, VolunteerAnswer
-from market.plans import WIRE_DTYPES
-from relay.errors import KvasirError, Refused, Unreachable
+from relay.errors import KvasirError
 from relay.identity import SigningKey
 from relay.secure import SecureSession
 
 from .accelerator import describe_device, device_memory, find_device
-from .cache import CacheFull, WeightCache
+from .cache import WeightCache
 from .circuits import Circuits
 from .config import NodeConfig
 from .control import control_endpoint
 from .device import allow, lower_priority, measure, network_of
-from .fitting import AUTO_PRECISIONS, PrecisionChooser, WontFit, describe_capacity
-from .formulas import FORMULAS
 from .intake import Intake
 from .joining import Membership, join_swarm
 from .limits import CpuPacer, PacedSession, UploadPacer
@@ -47,8 +43,9 @@ from .pausing import Pausing
 from .receipts import ReceiptBook
 from .serving import ExpertServer
 from .state import NodeState
-from .status import Backoff, NodeStatus, Phase
-from .tenancy import SIGN_IN, Held, Tenancy, politely
+from .status import NodeStatus, Phase
+from .tenancy import Tenancy, politely
+from .volunteering import Offering, Volunteer
 
 log = structlog.get_logger("node")
 
@@ -57,9 +54,6 @@ LAST_RECEIPT_S: Final = 1.0
 
 RENEW_S: Final = 3600.0
 """The grant is renewed when it has less than this left."""
-
-FULL_S: Final = 20.0
-"""The market is asked again after this long where what it offered does not fit this machine."""
 
 
 async def run(
@@ -103,12 +97,11 @@ class Node:
         self._server: ExpertServer
         self._circuits: Circuits
         self._tenancy: Tenancy
+        self._volunteer: Volunteer
         self._threads: ThreadPoolExecutor
         self._accelerator: torch.device | None = None
         self._pacer: CpuPacer | None = None
         self._uploads = None if config.upload_limit is None else UploadPacer(config.upload_limit)
-        self._chooser = PrecisionChooser()
-        self._claiming = asyncio.Lock()
         self._pausing = Pausing(
             config.rules,
             withdraw=self._pause_serving,
@@ -191,6 +184,18 @@ class Node:
             heartbeat_s=config.heartbeat_s,
             rng=self._rng,
         )
+        self._volunteer = Volunteer(
+            lambda: Offering(config.precision, self._budget, self._network, self._generation),
+            lambda: self._member,
+            lambda: self._loader,
+            tenancy=self._tenancy,
+            cache=self._cache,
+            pausing=self._pausing,
+            status=status,
+            renew_grant=self._renew_grant,
+            sign_in=lambda: self._join(fresh=True),
+            rng=self._rng,
+        )
         status.balance, status.counters = intake.balance, self._counters
 
     async def _measure(self) -> Speed | None:
@@ -214,17 +219,6 @@ class Node:
         log.info("machine.measured", **speed.facts())
         for text in (status.machine, status.speed_text, f"link: {status.link_text}", status.allowance):
             status.notify(text)
-
-    async def _size_plans(self) -> None:
-        """Say once for each plan how much of it this machine can hold."""
-        budget, precisions = self._budget, self._precisions()
-        for listing in await self._member.market.plans():
-            if listing.state == "active" and listing.plan.hex() not in self._status.capacity:
-                plan = await self._loader.plan(listing.plan)
-                text = await asyncio.to_thread(describe_capacity, plan, budget, precisions)
-                self._status.capacity[listing.plan.hex()] = text
-                self._status.notify(f"this machine can hold {text}")
-                log.info("plan.sized", plan=listing.plan.hex(), model=plan.model, capacity=text)
 
     async def _join(self, *, fresh: bool = False) -> None:
         """Into the swarm; with `fresh`, the wallet signs anew."""
@@ -257,7 +251,7 @@ class Node:
     async def _live(self, stop: asyncio.Event) -> None:
         """Everything at once until `stop`; a failure that the owner must mend ends it too."""
         async with asyncio.TaskGroup() as group:
-            claiming = group.create_task(self._volunteer(group))
+            claiming = group.create_task(self._volunteer.run(group))
             pausing = group.create_task(self._pausing.run())
             others = [
                 group.create_task(self._circuits.run()),
@@ -296,7 +290,7 @@ class Node:
 
     async def _pause_serving(self, reason: str) -> None:
         """Give everything back, as at the end, but stay; weights stay on disk, the market is not asked."""
-        async with self._claiming:
+        async with self._volunteer.claiming:
             await self._withdraw(reason)
             self._circuits.want(())
         self._status.base = Phase.PAUSED
@@ -314,114 +308,6 @@ class Node:
         self._status.message = ""
         self._status.notify("going on")
 
-    # --- volunteering ---
-
-    async def _volunteer(self, group: asyncio.TaskGroup) -> None:
-        """Ask what is needed, claim it, load it; again and again until cancelled."""
-        failures = Backoff(first_s=1.0, most_s=120.0)
-        silence = Backoff()
-        while True:
-            await self._pausing.allowed.wait()
-            try:
-                async with self._claiming:
-                    if self._pausing.paused:
-                        continue
-                    held, wait = await self._ask_and_claim()
-                    silence.reset()
-                    if held is not None:
-                        held.loading = group.create_task(self._tenancy.load(held))
-            except Unreachable as error:
-                self._status.market_failed(str(error))
-                wait = silence.next_s(self._rng.random())
-                log.warning("market.unreachable", url=self._config.join.url, reason=str(error), retry_s=wait)
-                await self._pause(wait)
-                continue
-            except (WontFit, CacheFull) as error:
-                self._wont_fit(error)
-                await self._pause(FULL_S * self._rng.uniform(0.9, 1.1))
-                continue
-            except KvasirError as error:
-                await self._refused(error, failures)
-                continue
-            if held is None or held.loading is None:
-                await self._pause(wait)
-                continue
-            await asyncio.wait([held.loading])
-            if held.loaded is not None:
-                failures.reset()
-            elif not held.loading.cancelled():
-                await self._pause(failures.next_s(self._rng.random()))
-
-    async def _ask_and_claim(self) -> tuple[Held | None, float]:
-        """One round with the market: the lease got, if any, and else the seconds to wait."""
-        await self._renew_grant()
-        await self._size_plans()
-        answer = await self._member.market.volunteer(self._abilities())
-        self._status.market_answered()
-        self._status.message = answer.message
-        if not answer.offers:
-            log.info("volunteer.declined", outcome="nothing_needed", reason=answer.message)
-            return None, answer.retry_after_s * self._rng.uniform(0.9, 1.1)
-        return await self._claim_first(answer), self._rng.uniform(0.05, 0.5)
-
-    def _wont_fit(self, error: KvasirError) -> None:
-        self._status.message = str(error)
-        self._status.notify(f"what is needed does not fit here: {error}")
-        log.warning("offer.declined", outcome=error.code, reason=str(error))
-
-    async def _claim_first(self, answer: VolunteerAnswer) -> Held | None:
-        """The first offer that fits and that nobody else was faster with.
-
-        Raises `WontFit` or `CacheFull` if none of them fits this machine.
-        """
-        misfits: list[KvasirError] = []
-        for offer in answer.offers:
-            try:
-                held = await self._tenancy.claim(
-                    await self._settle(offer, answer), network=self._network, budget=self._budget
-                )
-            except (WontFit, CacheFull) as error:
-                misfits.append(error)
-                continue
-            if held is not None:
-                return held
-        if len(misfits) == len(answer.offers):
-            raise misfits[0]
-        return None
-
-    async def _settle(self, offer: Offer, answer: VolunteerAnswer) -> Offer:
-        """The offer at the precision that `--precision auto` wants; as it is with another."""
-        if self._config.precision != "auto":
-            return offer
-        if all(held.clock.lease.plan != offer.plan for held in self._tenancy.held):
-            self._chooser.forget(offer.plan)
-        plan = await self._loader.plan(offer.plan)
-        free = self._budget - self._tenancy.kept_bytes
-        settled = self._chooser.settle(offer, plan, answer.wanted_bytes, free)
-        log.info(
-            "precision.chosen", precision=settled.precision, wanted=dict(answer.wanted_bytes), free_bytes=free
-        )
-        return settled
-
-    async def _refused(self, error: KvasirError, failures: Backoff) -> None:
-        """The market says no to volunteering or a claim: say so, and wait, or sign in anew.
-
-        Raises `error` again where this daemon must end.
-        """
-        if error.code == "duplicate":
-            raise error
-        log.warning("volunteer.refused", outcome=error.code, reason=str(error))
-        self._status.message = str(error)
-        retry = error.retry_after_s if isinstance(error, Refused) else None
-        wait = max(retry or 0.0, failures.next_s(self._rng.random()))
-        if error.code in SIGN_IN and not self._tenancy.held:
-            self._status.notify(f"the market wants the wallet's proof again: {error}")
-            await self._pause(wait)
-            await self._join(fresh=True)
-            return
-        self._status.notify(f"the market refuses: {error}")
-        await self._pause(wait)
-
     async def _renew_grant(self) -> None:
         """When the grant is about to end and the wallet is here, sign in anew and start over."""
         if self._member.grant.expires_at - time.time() > RENEW_S:
@@ -437,26 +323,6 @@ class Node:
         await self._circuits.close("closed", "the wallet's grant is renewed")
         await self._tenancy.release("the wallet's grant is renewed")
         await self._join(fresh=True)
-
-    def _precisions(self) -> tuple[str, ...]:
-        return AUTO_PRECISIONS if self._config.precision == "auto" else (self._config.precision,)
-
-    def _abilities(self) -> Abilities:
-        return Abilities(
-            budget_bytes=self._budget,
-            precisions=self._precisions(),
-            wire_dtypes=tuple(WIRE_DTYPES),
-            numerics={},
-            network=self._network,
-            formulas=tuple(FORMULAS),
-            start_generation=self._generation,
-            cached=self._cache.whole_windows(),
-        )
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait, or until a lease ends and room is free."""
-        self._tenancy.room.clear()
-        await politely([self._tenancy.room.wait()], max(0.0, seconds))
 
     # --- what backbones send, what the owner asks ---
 

@@ -58,6 +58,10 @@ class PrecisionChooser:
         kept = plan.kept_bytes(offer.window, chosen)
         return replace(offer, precision=chosen, kept_bytes=kept) if kept <= free else offer
 
+    def knows(self, plan: PlanId) -> bool:
+        """Whether it has been chosen for that plan."""
+        return plan in self._chosen
+
     def forget(self, plan: PlanId) -> None:
         """No window of the plan is held any more: it may be chosen anew."""
         self._chosen.pop(plan, None)

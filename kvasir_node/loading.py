@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random
@@ -101,6 +101,13 @@ class Loader:
         if plan_id not in self._plans:
             _, self._plans[plan_id] = await self._market.plan(plan_id)
         return self._plans[plan_id]
+
+    def keep(self, plans: Set[PlanId]) -> None:
+        """Forget every plan but these: a node outlives many."""
+        for plan_id in self._plans.keys() - plans:
+            del self._plans[plan_id]
+        for key in [key for key in self._executions if key[0] not in plans]:
+            del self._executions[key]
 
     async def numerics(self, plan_id: PlanId, precision: str) -> str:
         """This device's numerics class for a plan, from a check on made-up experts; done once.

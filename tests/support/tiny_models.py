@@ -68,6 +68,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {
         "num_experts": 16, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 32, **_LINEAR,
     },
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 16, "top_k_experts": 4, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 32,
+        "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8,
+    },
+    "kimi_linear": {
+        "num_experts": 16, "num_experts_per_token": 4, "num_shared_experts": 1, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+        "linear_head_dim": 16, "linear_num_heads": 4, "layer_types": _LINEAR["layer_types"],
+    },
 }  # fmt: skip
 """Model type -> what its configuration has beside `_COMMON`."""
 
