@@ -42,16 +42,20 @@ class Comparison:
 
 
 def load_stock(path: Path, dtype: str = "float32") -> Any:
-    """The whole model of a checkpoint folder as stock transformers loads it, every expert in memory."""
+    """The whole model of a checkpoint folder as stock transformers loads it, every expert in memory.
+
+    In float32 all of it: transformers leaves what it unpacked from int4 in its scales' bf16.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     from .skeleton import load_config
 
     auto: Any = AutoModelForCausalLM
-    return auto.from_pretrained(
+    model = auto.from_pretrained(
         path, config=load_config(path), dtype=getattr(torch, dtype), local_files_only=True
-    ).eval()
+    )
+    return (model.float() if dtype == "float32" else model).eval()
 
 
 def stock_greedy(model: Any, prompt_ids: Sequence[int], count: int, *, ignore_eos: bool = False) -> list[int]:

@@ -46,6 +46,9 @@ FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 16.0
 """Pauses before dialling again: full jitter, doubling from the first to the longest."""
 
+AFTER_DRAIN: Final = 5
+"""A device that went away in order is dialled as after so many failures, unless it starts anew (`hurry`)."""
+
 AGE_CHECK_S: Final = 15.0
 """How often a session's age is looked at."""
 
@@ -197,11 +200,12 @@ class DeviceLink:
                     attempt += 1
                     if session is None:
                         continue
-                session, attempt = await self._serve(session), 0
+                session = await self._serve(session)
+                attempt = AFTER_DRAIN if self.draining else 0
         finally:
             self._fail_pending("the backbone closed the session", "draining")
-            if self.session is not None:
-                await self._close(self.session)
+            if session is not None and not session.closed:
+                await self._close(session)
 
     async def _close(self, session: SecureSession) -> None:
         self.session = None

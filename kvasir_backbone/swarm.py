@@ -122,6 +122,7 @@ class Swarm:
         self._links: dict[PublicKey, DeviceLink] = {}
         self._tasks: dict[PublicKey, asyncio.Task[None]] = {}
         self._wakes: dict[PublicKey, asyncio.Event] = {}
+        self._starts: dict[PublicKey, int] = {}
         self._relays: dict[str, RelayClient] = {}
         self._group: asyncio.TaskGroup | None = None
         self._quarantines: dict[PublicKey, tuple[int, float]] = {}
@@ -367,7 +368,11 @@ class Swarm:
         link = self._links.get(device)
         if link is not None:
             link.announce()
-            link.hurry()
+        start = max(holding.assignment.start_generation for holding in self.directory.of(device))
+        if start > self._starts.get(device, 0):
+            self._starts[device] = start
+            if link is not None:
+                link.hurry()
         self._wake(device)
 
     def _wake(self, device: PublicKey) -> None:

@@ -34,14 +34,18 @@ async def show(status: NodeStatus, console: Console) -> None:
     def notice(text: str) -> None:
         console.print(Text(text, style="dim"))
 
+    def follow() -> None:
+        phase = status.phase
+        if last != [phase]:
+            last[:] = [phase]
+            console.print(Text(f"{phase} ...", style=_COLOURS.get(phase, "bold")))
+
     status.listen(notice)
+    status.follow(follow)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         try:
             while True:
-                phase = status.phase
-                if last != [phase]:
-                    last[:] = [phase]
-                    console.print(Text(f"{phase} ...", style=_COLOURS.get(phase, "bold")))
+                follow()
                 live.update(render(status.snapshot()), refresh=True)
                 await asyncio.sleep(REFRESH_S)
         finally:

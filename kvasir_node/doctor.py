@@ -107,6 +107,9 @@ def check_daemon(folder: Path) -> Check:
         if "no node runs" in str(error):
             return Check("daemon", "ok", "no node runs with this state folder now")
         return Check("daemon", "warn", str(error), "end that process, then start the node again")
+    except OSError as error:
+        mend = "see the check of the state folder"
+        return Check("daemon", "warn", f"not looked for: {error.strerror or error}", mend)
     except ConfigError as error:
         return Check("daemon", "fail", str(error), "stop the node, remove control.json, and start it again")
     reach = "reachable" if snapshot.get("reachable") else "not reachable"

@@ -154,6 +154,7 @@ class Loader:
                     )
 
             experts = await loop.run_in_executor(self._compute, build)
+            data.forget_pages()
         except BaseException:
             data.close()
             raise

@@ -149,13 +149,28 @@ class NodeStatus:
         self.relays: dict[str, RelayView] = {}
         self.sessions: dict[int, SessionStatus] = {}
         self.notices: deque[Notice] = deque(maxlen=NOTICES)
-        self.base = Phase.STARTING
-        """The phase while no window is held."""
+        self._base = Phase.STARTING
         self.message = ""
         """Why nothing more happens now, for a person."""
         self.counters: Callable[[], Mapping[str, Any]] = dict
         self.balance: Callable[[], Mapping[str, Any]] = dict
         self._listeners: list[Callable[[str], None]] = []
+        self._followers: list[Callable[[], None]] = []
+
+    @property
+    def base(self) -> Phase:
+        """The phase while no window is held."""
+        return self._base
+
+    @base.setter
+    def base(self, phase: Phase) -> None:
+        self._base = phase
+        for follower in self._followers:
+            follower()
+
+    def follow(self, follower: Callable[[], None]) -> None:
+        """Call `follower` whenever `base` is set: a phase that is over soon is seen too."""
+        self._followers.append(follower)
 
     @property
     def phase(self) -> Phase:

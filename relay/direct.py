@@ -8,6 +8,7 @@ side. Knows nothing of what packets mean.
 from __future__ import annotations
 
 import asyncio
+import socket as sockets
 from collections.abc import Awaitable, Callable
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
@@ -27,6 +28,15 @@ from .wire import NORMAL, POLICY, WebSocket, accept, dial
 SESSION_PATH: Final = "/session/v1"
 HEARTBEAT_S: Final = 15.0
 """Pause between WebSocket pings; the answer must come within half of it."""
+
+SILENCE_S: Final = 0.2
+"""After a packet was put and nothing came for so long, the link is asked whether it is there."""
+
+WATCH_S: Final = 10.0
+"""How long after the last packet that goes on."""
+
+CUT_S: Final = 0.5
+"""How long what was sent may stay unacknowledged before the link counts as cut."""
 
 UNREAD_BYTES: Final = WINDOW_BYTES
 """What may wait for a session's reader before the link is not read any more."""
@@ -52,6 +62,9 @@ class DirectChannel:
         self._answered = True
         socket.watch_pongs(self._pong)
         self._timer = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
+        self._watch: asyncio.TimerHandle | None = None
+        self._put_at = 0.0
+        _notice_cuts(socket)
 
     # --- sending ---
 
@@ -62,6 +75,9 @@ class DirectChannel:
     def put(self, packet: bytearray) -> None:
         """See `Channel.put`."""
         self._socket.send(packet)
+        self._put_at = self._loop.time()
+        if self._watch is None:
+            self._watch = self._loop.call_later(SILENCE_S, self._listen_in, self._socket.bytes_read)
 
     async def reserve(self, size: int) -> None:
         """See `Channel.reserve`. A peer that does not read is `busy`."""
@@ -78,7 +94,7 @@ class DirectChannel:
     async def send(self, packet: Buffer) -> None:
         """See `Channel.send`."""
         await self.reserve(len(packet))
-        self._socket.send(bytearray(packet))
+        self.put(bytearray(packet))
 
     # --- receiving ---
 
@@ -121,13 +137,30 @@ class DirectChannel:
 
     def end(self, code: str = "closed", message: str = "") -> None:
         """See `Channel.end`. The reason travels as a WebSocket close code and text (RFC 6455)."""
-        self._timer.cancel()
+        self._stop()
         if self._socket.end is None:
             self._socket.close(NORMAL if code == "closed" else POLICY, code.encode())
 
     def _ended(self, error: KvasirError) -> Unreachable:
-        self._timer.cancel()
+        self._stop()
         return Unreachable(f"the direct link ended: {error}", code=error.code)
+
+    def _stop(self) -> None:
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _listen_in(self, read_before: int) -> None:
+        """Something was put a moment ago. If nothing has come since, ask: what asks must be acknowledged."""
+        self._watch = None
+        socket = self._socket
+        now = self._loop.time()
+        if socket.end is not None or now - self._put_at > WATCH_S:
+            return
+        if socket.bytes_read == read_before:
+            socket.ping()
+        self._watch = self._loop.call_later(SILENCE_S, self._listen_in, socket.bytes_read)
 
     def _heartbeat(self) -> None:
         if self._socket.end is not None:
@@ -144,6 +177,13 @@ class DirectChannel:
             self._answered = True
             self._timer.cancel()
             self._timer = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
+
+
+def _notice_cuts(socket: WebSocket) -> None:
+    """Have the system end the link once what was sent stays unacknowledged for `CUT_S` (Linux)."""
+    raw = socket.transport.get_extra_info("socket")
+    if raw is not None and hasattr(sockets, "TCP_USER_TIMEOUT"):
+        raw.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, int(CUT_S * 1000))
 
 
 def session_endpoint(url: str) -> str:

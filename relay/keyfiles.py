@@ -139,7 +139,7 @@ def _sync_folder(folder: Path) -> None:
 def _check(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise IdentityError(f"{path} is not a regular file")
-    if os.name != "posix":
+    if not hasattr(os, "geteuid"):  # Windows: a user's profile is guarded by the system
         return
     if found.st_uid != os.geteuid():
         raise IdentityError(f"{path} belongs to another user: copy it to a file of your own")

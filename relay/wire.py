@@ -77,7 +77,10 @@ def _scratch() -> memoryview:
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """A connection after its upgrade. `end` is why it is over, or None; `status` the peer's close code."""
+    """A connection after its upgrade. `end` is why it is over, or None; `status` the peer's close code.
+
+    `bytes_read` counts all that came.
+    """
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._writable: list[asyncio.Future[None]] = []
+        self.bytes_read = 0
         self._turn = 0
         self._held = 0  # why reading pauses, as bits
         self._closing: asyncio.TimerHandle | None = None
@@ -178,6 +182,7 @@ class WebSocket(asyncio.BufferedProtocol):
         if self.end is not None:
             return
         self._turn += nbytes
+        self.bytes_read += nbytes
         if self._turn > TURN_BYTES and self._handler is not None:
             self._turn = 0
             self._hold(_TURN)
@@ -436,7 +441,9 @@ async def dial(http: aiohttp.ClientSession, url: str, *, max_bytes: int) -> WebS
     }
     timeout = aiohttp.ClientTimeout(total=None)
     try:
-        response = await http.request("GET", url, headers=headers, read_until_eof=False, timeout=timeout)
+        response = await http.request(  # a redirect is a refusal: who is asked is the caller's choice alone
+            "GET", url, headers=headers, read_until_eof=False, timeout=timeout, allow_redirects=False
+        )
     except (aiohttp.ClientError, OSError) as error:
         raise Unreachable(f"cannot reach {url}: {error}") from None
     connection = response.connection

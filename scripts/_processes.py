@@ -36,7 +36,7 @@ class Children:
         def leave(number: int, frame: FrameType | None) -> None:
             raise KeyboardInterrupt
 
-        for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK"):
             if hasattr(signal, name):
                 number = getattr(signal, name)
                 self._handlers[number] = signal.signal(number, leave)

@@ -24,6 +24,8 @@ class LocalSwarm:
         self.folder = folder
         self.children = children
         self.names: list[str] = []
+        self.owner_of: dict[str, str] = {}
+        """Wallet address -> name of its node."""
         self._say = say
         self._said: set[tuple[str, ...]] = set()
 
@@ -104,12 +106,11 @@ class LocalSwarm:
             return False
         self._once(f"{name}: {status['phase']}", name, status["phase"])
         if status["wallet"]:
+            self.owner_of[status["wallet"]] = name
             self._once(f"{name}: its wallet is {status['wallet']}", name, "wallet")
         for window in status["windows"]:
             place = window["window"]
             self._once(f"{name}: claimed {place} ({window['reason']})", name, place, "claimed")
-            if window["state"] == "PROVEN":
-                self._once(f"{name}: {place} proven by a real call", name, place, "proven")
         for notice in status["notices"]:
             self._once(f"{name}: {notice['text']}", name, notice["text"])
         return bool(status["phase"] == "serving")

@@ -76,8 +76,8 @@ class Demo:
         """One line, with the seconds since the start."""
         from rich.text import Text
 
-        line = Text(f"{time.time() - self.started:6.1f} s  ", style="dim")
-        self.console.print(line.append(text, style=style))
+        line = Text.assemble((f"{time.time() - self.started:6.1f} s  ", "dim"), (text, style))
+        self.console.print(line, soft_wrap=True)
 
     def write(self, text: str, style: str) -> None:
         """A piece of running text."""
@@ -170,15 +170,19 @@ class Demo:
 
     def show_nodes(self, nodes: list[dict[str, Any]]) -> None:
         """The table of nodes."""
+        from rich.box import SIMPLE
         from rich.table import Table
 
-        table = Table(title="Nodes", title_justify="left")
-        for name in ("wallet", "windows", "calls", "carried bytes", "credit", "path"):
-            table.add_column(
-                name, justify="right" if name in ("calls", "carried bytes", "credit") else "left"
-            )
-        for node in nodes:
+        table = Table(title="The nodes", title_justify="left", box=SIMPLE)
+        table.add_column("node")
+        table.add_column("wallet", overflow="fold", min_width=11)
+        table.add_column("windows", no_wrap=True)
+        for name in ("calls", "carried bytes", "credit"):
+            table.add_column(name, justify="right")
+        table.add_column("path")
+        for node in sorted(nodes, key=lambda node: self.swarm.owner_of.get(node["wallet"], "")):
             table.add_row(
+                self.swarm.owner_of.get(node["wallet"], ""),
                 node["wallet"],
                 "\n".join(node["windows"]),
                 f"{node['calls']:,}",

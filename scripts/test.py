@@ -2,6 +2,7 @@
 
     python3 scripts/test.py                     everything; async tests on the default loop and on uvloop
     python3 scripts/test.py tests/relay -x      the same checks, and only those tests
+    python3 scripts/test.py --no-uvloop         as on a machine without uvloop (Windows)
 
 All checks run even where an earlier one failed; the last lines say which passed. The exit status is 0 only
 if all of them did.

@@ -3,6 +3,7 @@
 pytest                  async tests on the default loop
 pytest --loop uvloop    on uvloop
 pytest --loop both      on each (what scripts/test.py does); uvloop is left out where it does not exist
+pytest --no-uvloop      as if uvloop were not installed, child processes too
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 
 # Before anything imports torch: two spinning OpenMP pools on few cores are far slower than one thread each.
@@ -20,7 +22,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-HAS_UVLOOP = importlib.util.find_spec("uvloop") is not None
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 OPTIONAL = "optional: "
 """A skip whose reason begins so is allowed in CI; any other skip fails there."""
@@ -33,10 +34,14 @@ settings.load_profile("kvasir")
 def pytest_addoption(parser: pytest.Parser) -> None:
     choices = ("default", "uvloop", "both")
     parser.addoption("--loop", choices=choices, default="default", help="event loop of the async tests")
+    parser.addoption("--no-uvloop", action="store_true", help="as if uvloop were not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--loop") == "uvloop" and not HAS_UVLOOP:
+    if config.getoption("--no-uvloop"):
+        sys.modules["uvloop"] = None  # type: ignore[assignment]  # importing it fails from now on
+        os.environ["KVASIR_LOOP"] = "default"
+    if config.getoption("--loop") == "uvloop" and not _has_uvloop():
         raise pytest.UsageError("--loop uvloop: uvloop is not installed here; leave the option out")
 
 
@@ -50,12 +55,16 @@ def pytest_asyncio_loop_factories(
     return _loops(config)
 
 
+def _has_uvloop() -> bool:
+    return importlib.util.find_spec("uvloop") is not None
+
+
 def _loops(config: pytest.Config) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     chosen = config.getoption("--loop")
     loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
     if chosen in ("default", "both"):
         loops["default"] = asyncio.new_event_loop
-    if chosen in ("uvloop", "both") and HAS_UVLOOP:
+    if chosen in ("uvloop", "both") and _has_uvloop():
         import uvloop
 
         loops["uvloop"] = uvloop.new_event_loop

@@ -159,7 +159,7 @@ def _make_private(folder: Path) -> None:
 
 def _check_owned(path: Path) -> None:
     """Refuse what others could have written: it would run as this user. (Windows guards a profile itself.)"""
-    if sys.platform == "win32":
+    if not hasattr(os, "getuid"):
         return
     status = path.lstat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

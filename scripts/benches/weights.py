@@ -257,8 +257,9 @@ def fetch(folder: str, url: str) -> dict[str, Any]:
 async def _fetch(folder: Path, url: str) -> dict[str, Any]:
     import aiohttp
 
+    from kvasir_node import kernels
     from kvasir_node.cache import WeightCache
-    from kvasir_node.experts import WindowExperts
+    from kvasir_node.experts import WindowExperts, choose_execution
     from kvasir_node.sources import backbone_source
     from kvasir_node.weights import fetch_window
 
@@ -275,8 +276,19 @@ async def _fetch(folder: Path, url: str) -> dict[str, Any]:
         started = time.monotonic()
         data = await fetch_window(plan, plan_id, window, hashes, sources=sources, cache=cache, http=http)
         seconds = time.monotonic() - started
-    experts = await asyncio.to_thread(WindowExperts.load, plan, window, "stored", data.read)
-    return {"seconds": seconds, "window_bytes": data.nbytes, "kept_bytes": experts.kept_bytes}
+    fetched_mb = peak_rss_mb()
+
+    def load() -> WindowExperts:
+        execution = choose_execution(plan, "stored", kernels.load("stored"))
+        return WindowExperts.load(plan, window, "stored", data.read, execution=execution)
+
+    experts = await asyncio.to_thread(load)
+    return {
+        "seconds": seconds,
+        "window_bytes": data.nbytes,
+        "kept_bytes": experts.kept_bytes,
+        "fetched_peak_mb": fetched_mb,
+    }
 
 
 def imports() -> dict[str, Any]:
@@ -285,6 +297,7 @@ def imports() -> dict[str, Any]:
     import torch  # noqa: F401
 
     import kvasir_node.experts
+    import kvasir_node.kernels
     import kvasir_node.weights  # noqa: F401
 
     return {"peak_rss_mb": peak_rss_mb()}

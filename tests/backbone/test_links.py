@@ -229,6 +229,14 @@ async def test_receipts_go_out_and_acknowledgements_and_drains_come_in() -> None
         assert made.events[-1] == "the owner stopped the node"
 
 
+async def test_a_link_that_ends_closes_its_session_in_order() -> None:
+    async with bench() as made:
+        await made.read()
+    assert made.sessions[-1].closed_with == ("draining", "the backbone needs this device no more")
+    with pytest.raises(Unreachable):
+        await made.device.receive()
+
+
 async def test_a_device_that_sends_what_only_backbones_send_is_closed() -> None:
     async with bench() as made:
         await made.say(make_call(1))

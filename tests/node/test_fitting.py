@@ -70,7 +70,7 @@ def total(plan: Plan, precision: str) -> int:
         (("stored", "int8", "int4"), "int8", "int8"),
         (("stored", "int8", "int4"), "int4", "int8"),  # not all fit at int8, and still no int4
         (("stored", "int8"), "int4", "int8"),
-        (("stored",), "int4", "stored"),
+        (("stored",), "bf16", "stored"),
     ],
 )
 def test_auto_takes_the_most_exact_precision_at_which_all_wanted_windows_fit(

@@ -92,7 +92,7 @@ def test_a_bucket_never_lets_more_through_than_its_rate(
 
 
 def test_the_processor_share_is_kept_by_resting() -> None:
-    """A busy thread that rests as told uses its share of the machine's processors, whatever one step costs."""
+    """A busy thread that rests as told uses its share of all processors, whatever one step costs."""
     now, used = [0.0], [0.0]
     pacer = CpuPacer(0.25, 2, clock=lambda: now[0], used=lambda: used[0])
     for step in itertools.cycle((0.003, 0.05, 0.2)):
@@ -149,7 +149,9 @@ def test_limits_are_said() -> None:
     from pathlib import Path
 
     link = JoinLink("http://127.0.0.1:1", None)
-    config = NodeConfig(link, Path("x"), max_cpu=0.25, upload_limit=2_000_000, rules=OwnerRules(parse_hours("22-7")))
+    config = NodeConfig(
+        link, Path("x"), max_cpu=0.25, upload_limit=2_000_000, rules=OwnerRules(parse_hours("22-7"))
+    )
     text = config.describe_limits()
     assert text == "serves from 22:00-07:00, at most 25% of the processors, at most 2.0 MB/s sent"
     assert NodeConfig(link, Path("x")).describe_limits() == ""

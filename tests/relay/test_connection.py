@@ -23,6 +23,7 @@ class SlowTransport(asyncio.Transport):
         self.written: list[bytes] = []
         self.protocol: WebSocket
         self.gone = False
+        self._size = 0
         self._reader = MessageReader(
             lambda payload: self.written.append(bytes(payload)),
             lambda *_: None,
@@ -32,6 +33,7 @@ class SlowTransport(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.waiting.append(bytes(data))
+        self._size += len(data)
         if self.get_write_buffer_size() > WRITE_HIGH and not self.protocol.paused:
             self.protocol.pause_writing()
 
@@ -39,13 +41,14 @@ class SlowTransport(asyncio.Transport):
         self.write(b"".join(parts))  # type: ignore[arg-type, call-overload]
 
     def get_write_buffer_size(self) -> int:
-        return sum(map(len, self.waiting))
+        return self._size
 
     def take(self) -> None:
         """The link takes all that waits; then there is room."""
         for data in self.waiting:
             self._reader.feed(data)
         self.waiting.clear()
+        self._size = 0
         if self.protocol.paused:
             self.protocol.resume_writing()
 
@@ -87,7 +90,7 @@ async def test_a_light_circuit_waits_for_what_the_link_has_and_one_turn_of_the_o
     order = circuits(transport)
     assert len(order) == 49
     behind = order.index(8) * 60_000
-    assert behind <= WRITE_HIGH + 3 * (1 << 16) + 60_000  # of the 2.9 MB that wait
+    assert behind <= WRITE_HIGH + 60_000 + 3 * 2 * 60_000  # of the 2.9 MB that wait
     connection.stop()
 
 
@@ -149,6 +152,6 @@ async def test_what_waits_is_written_before_an_orderly_end(end: Callable[[Connec
         connection.forward(2, data(2, 60_000))
     transport.close = transport.take  # type: ignore[method-assign]
     end(connection)
-    assert circuits(transport)[:8] == [2] * 8
+    assert [circuit for circuit in circuits(transport) if circuit] == [2] * 8
     if connection.socket._closing is not None:
         connection.socket._closing.cancel()

@@ -1,0 +1,160 @@
+"""Which way to a device: straight to it where it can be reached, through a relay otherwise.
+
+`connect` tries the direct addresses at once and gives them a head start; what answers first is shaken hands
+with, so nobody needs to be trusted about addresses: a stranger fails at the first message. `improve` is for a
+session that goes through a relay: it looks for a direct way and brings up the session there. A device keeps
+the older session until the newer one's first packet has decrypted, so calls in flight are only ever in doubt,
+never lost: their owner sends them again on the new session, and pays for one reply.
+
+Handshakes of one device run one after the other (a newer generation ends an older session). Knows nothing of
+what sessions carry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+import structlog
+
+from .channel import Channel
+from .direct import connect_direct
+from .errors import ConfigError, KvasirError, Unreachable
+from .identity import PublicKey, address_of
+from .secure import SecureSession
+from .transport import RelayClient
+
+MAX_ADDRESSES: Final = 8
+"""Direct addresses tried at once; a device that names more is heard about its first."""
+
+log = structlog.get_logger("relay")
+
+
+@dataclass(frozen=True, slots=True)
+class PathConfig:
+    """Times in seconds."""
+
+    head_start_s: float = 0.25  # how long relays wait for a direct link to come up
+    direct_timeout_s: float = 2.0  # dialling one direct address
+    relay_timeout_s: float = 5.0  # opening one circuit
+    improve_every_s: float = 15.0  # how often a relayed session's owner should look for a direct way
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.direct_timeout_s, self.relay_timeout_s, self.improve_every_s) <= 0
+            or self.head_start_s < 0
+        ):
+            raise ConfigError("the times of a path must be above zero")
+
+
+class Paths:
+    """The ways to one device.
+
+    `addresses` gives the URLs where it says it listens (best first), `relays` the relays it may be at, and
+    `handshake` makes the session on a channel (it raises `KvasirError`, and has closed the channel then).
+    """
+
+    def __init__(
+        self,
+        device: PublicKey,
+        *,
+        addresses: Callable[[], Iterable[str]],
+        relays: Callable[[], Iterable[RelayClient]],
+        handshake: Callable[[Channel], Awaitable[SecureSession]],
+        http: aiohttp.ClientSession,
+        config: PathConfig | None = None,
+    ) -> None:
+        self.device = device
+        self.config = config or PathConfig()
+        self._addresses, self._relays = addresses, relays
+        self._handshake, self._http = handshake, http
+
+    async def connect(self) -> SecureSession:
+        """A session by the best way there is. Raises `Unreachable` (or what the device refused with)."""
+        dials = self._dial_direct()
+        try:
+            session, error = await self._shake_first(dials, self.config.head_start_s)
+            if session is not None:
+                return session
+            try:
+                return await self._through_a_relay()
+            except KvasirError as relay_error:
+                error = relay_error if error is None or dials == [] else error
+                session, direct_error = await self._shake_first(dials, self.config.direct_timeout_s)
+                if session is not None:
+                    return session
+                raise (direct_error or error) from None
+        finally:
+            await _give_up(dials)
+
+    async def improve(self, session: SecureSession) -> SecureSession | None:
+        """A direct session in the place of a relayed one, or None; `session` goes on until it is replaced.
+
+        The device ends the older session by itself once the new one is up.
+        """
+        if session.path == "direct" or session.closed:
+            return None
+        dials = self._dial_direct()
+        try:
+            better, _ = await self._shake_first(dials, self.config.direct_timeout_s)
+        finally:
+            await _give_up(dials)
+        if better is not None:
+            log.info("path.changed", device=address_of(self.device), path=better.path)
+        return better
+
+    def _dial_direct(self) -> list[asyncio.Task[Channel]]:
+        urls = list(dict.fromkeys(self._addresses()))[:MAX_ADDRESSES]
+        return [asyncio.create_task(self._dial(url)) for url in urls]
+
+    async def _dial(self, url: str) -> Channel:
+        return await connect_direct(url, self.device, http=self._http, timeout=self.config.direct_timeout_s)
+
+    async def _shake_first(
+        self, dials: list[asyncio.Task[Channel]], timeout: float
+    ) -> tuple[SecureSession | None, KvasirError | None]:
+        """The session on the first direct link that comes up in time and shakes hands; or the last error."""
+        error: KvasirError | None = None
+        deadline = asyncio.get_running_loop().time() + timeout
+        while dials:
+            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            done, _ = await asyncio.wait(dials, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for dial in done:
+                dials.remove(dial)
+                try:
+                    return await self._handshake(dial.result()), None
+                except KvasirError as failed:
+                    error = failed
+        return None, error
+
+    async def _through_a_relay(self) -> SecureSession:
+        error: KvasirError = Unreachable("the device is at no relay that is connected")
+        for client in _nearest(self._relays()):
+            try:
+                channel = await client.open(self.device, timeout=self.config.relay_timeout_s)
+                return await self._handshake(channel)
+            except KvasirError as failed:
+                log.debug("path.failed", relay=client.url, device=address_of(self.device), reason=str(failed))
+                error = failed
+        raise error
+
+
+def _nearest(clients: Iterable[RelayClient]) -> Sequence[RelayClient]:
+    """Connected relays, the shortest round trip first; unmeasured ones last."""
+    connected = [client for client in clients if client.connected]
+    return sorted(connected, key=lambda client: client.rtt_s if client.rtt_s is not None else 1e9)
+
+
+async def _give_up(dials: list[asyncio.Task[Channel]]) -> None:
+    """End what is still dialling, and links that nobody uses."""
+    for dial in dials:
+        dial.cancel()
+    for channel in await asyncio.gather(*dials, return_exceptions=True):
+        if not isinstance(channel, BaseException):
+            channel.end("closed", "another way was faster")
+    dials.clear()
