@@ -142,17 +142,22 @@ class SampledAuditor:
             self._on_verdict(replica, reason, d)
 
     def _judge(self, replica: Replica, sample: Sample) -> None:
-        started = time.thread_time()
-        limit = limit_of(replica.numerics)
+        """In the audit thread: the boundary for one sample. A bug here must not end all audits silently."""
         try:
-            d = judge_sample(sample, replica.precision, self._references.run, self._band)
+            self._recompute(replica, sample)
         except KvasirError as error:
             _log.warning("audit.skipped", layer=sample.layer, expert=sample.expert, reason=str(error))
+        except Exception as fault:
+            _log.exception("audit.crashed", layer=sample.layer, expert=sample.expert, reason=str(fault))
+        finally:
             with self._lock:
                 self._queued -= 1
-            return
+
+    def _recompute(self, replica: Replica, sample: Sample) -> None:
+        started = time.thread_time()
+        limit = limit_of(replica.numerics)
+        d = judge_sample(sample, replica.precision, self._references.run, self._band)
         with self._lock:
-            self._queued -= 1
             reason = self._trust[replica.wallet].verdict(d, limit)
             self._stats = replace(
                 self._stats,

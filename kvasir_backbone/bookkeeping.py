@@ -70,6 +70,8 @@ class Bookkeeper:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receipts")
         self._store: ReceiptStore | None = None
+        self._issued: dict[PublicKey, int] = {}  # when each chain's last receipt was issued
+        self._refused: dict[PublicKey, int] = {}  # the sequence that each chain is stuck at
         self._post_now = asyncio.Event()
         self._signing = asyncio.Lock()
 
@@ -98,7 +100,7 @@ class Bookkeeper:
         """
         if self.book.knows(device):
             if self.book.wallet_of(device) != wallet:
-                await self.sign({device})
+                await asyncio.shield(self.sign({device}))  # a receipt is never left half signed
                 self.book.set_wallet(device, wallet)
             return
         last = await self._do(lambda store: store.last(device))
@@ -116,6 +118,8 @@ class Bookkeeper:
                 await self._do(
                     lambda store: store.adopt(device, theirs.sequence, document, acknowledged=False)
                 )
+        if newest is not None:
+            self._issued[device] = newest.issued_at
         self.book.open(device, Totals(wallet) if newest is None else _totals(newest, wallet))
 
     async def session_started(self, device: PublicKey) -> None:
@@ -168,13 +172,15 @@ class Bookkeeper:
 
     def _document(self, statement: Statement) -> SignedDocument:
         certificate, key = self._signer()
+        issued_at = max(int(self._clock()), self._issued.get(statement.device, 0))  # a clock may be set back
+        self._issued[statement.device] = issued_at
         receipt = Receipt(
             swarm=certificate.swarm,
             backbone=BackboneId(certificate.id),
             device=statement.device,
             wallet=statement.wallet,
             sequence=statement.sequence,
-            issued_at=int(self._clock()),
+            issued_at=issued_at,
             bytes=statement.nbytes,
             calls=statement.calls,
             leases=tuple(
@@ -196,33 +202,44 @@ class Bookkeeper:
             self._post_now.clear()
             try:
                 await self.post()
-            except Unreachable as error:
+            except KvasirError as error:  # the market is away, or something else answers in its place
                 _log.warning("receipt.unposted", reason=str(error))
                 await asyncio.sleep(POST_AGAIN_S)
 
     async def post(self) -> None:
-        """Post what the market does not have. Raises `Unreachable`."""
-        blocked: set[PublicKey] = set()
-        for stored in await self._do(ReceiptStore.unposted):
-            if stored.device not in blocked and not await self._post_one(stored):
-                blocked.add(stored.device)
+        """Post what the market does not have, chain by chain: one that is refused holds up no other.
+
+        Raises `Unreachable`, or `RemoteProtocolError` where the answer is none of a market's.
+        """
+        for device in await self._do(ReceiptStore.behind):
+            for stored in await self._do(lambda store, d=device: store.unposted(d)):  # type: ignore[misc]
+                if not await self._post_one(stored):
+                    break
 
     async def _post_one(self, stored: StoredReceipt) -> bool:
         try:
             await self._market.post_receipt(stored.document)
         except Refused as error:
             if error.code != "replay":
-                _log.error(
-                    "receipt.refused",
-                    device=address_of(stored.device),
-                    sequence=stored.sequence,
-                    code=error.code,
-                    reason=str(error),
-                )
+                self._note_refused(stored, error)
                 return False
+        self._refused.pop(stored.device, None)
         await self._do(lambda store: store.mark_posted(stored.device, stored.sequence))
         self.posted += 1
         return True
+
+    def _note_refused(self, stored: StoredReceipt, error: Refused) -> None:
+        """Say once for each receipt that the market refuses it; it is offered again and again."""
+        if self._refused.get(stored.device) == stored.sequence:
+            return
+        self._refused[stored.device] = stored.sequence
+        _log.error(
+            "receipt.refused",
+            device=address_of(stored.device),
+            sequence=stored.sequence,
+            code=error.code,
+            reason=str(error),
+        )
 
     # --- countersignatures and the end ---------------------------------------------------------------
 

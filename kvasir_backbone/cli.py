@@ -128,6 +128,11 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--kv-bytes", type=_size, help="attention cache (default: a quarter of free memory)")
     up.add_argument("--window-bytes", type=_size, default="256MiB", help="size of a window")
     up.add_argument("--fallback", choices=FALLBACKS, default="disk", help="what computes ownerless experts")
+    up.add_argument(
+        "--relay-only",
+        action="store_true",
+        help="never dial nodes directly, even where it works",
+    )
     up.add_argument("--expert-memory", type=_size, default="1GiB", help="memory for fallback and audits")
     up.add_argument(
         "--expert-cache", type=_size, default="8GB", help="disk for single experts of a hub model"
@@ -165,6 +170,7 @@ def _up(arguments: argparse.Namespace) -> int:
         kv_bytes=arguments.kv_bytes,
         fallback=arguments.fallback,
         expert_memory_bytes=arguments.expert_memory,
+        relay_only=arguments.relay_only,
         expert_cache_bytes=arguments.expert_cache,
         use_uvloop=os.environ.get("KVASIR_LOOP") != "default",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -57,6 +58,8 @@ class BackboneConfig:
     """How often the market is told which windows are asked for, in seconds."""
     drain_s: float = 20.0
     """How long open requests may take to end after SIGTERM, in seconds."""
+    relay_only: bool = False
+    """Never dial nodes directly: everything goes through relays."""
     use_uvloop: bool = True
     """Run on uvloop where it is installed."""
 
@@ -95,3 +98,16 @@ class BackboneConfig:
         if self.hub is not None:
             return self.model_name or self.hub.repository
         return self.model_name or self.model.name or "model"
+
+    @property
+    def local(self) -> bool:
+        """Whether nodes can only be on this machine: it listens on loopback and is known by nothing else."""
+        hosts = [self.host, *(urlsplit(url).hostname or "" for url in self.public_urls)]
+        return all(host == "localhost" or _is_loopback(host) for host in hosts)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -302,6 +302,8 @@ class _Daemon:
                 fallback=self.config.fallback == "disk",
                 failover_s=self.config.failover_s,
                 demand_s=self.config.demand_s,
+                relay_only=self.config.relay_only,
+                local=self.config.local,
             ),
             market=market,
             http=http,

@@ -284,12 +284,17 @@ class Engine:
     # --- the step thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            self._step()
+        error: KvasirError = Refused("draining", "the backbone is shutting down")
+        try:
+            while self._wait_for_work():
+                self._step()
+        except Exception as fault:  # our own bug: nobody may wait for ever for a thread that is gone
+            _log.error("engine.crashed", reason=str(fault), trace="".join(traceback.format_exception(fault)))
+            error = KvasirError(f"the engine failed: {fault}: restart the backbone")
         with self._lock:
+            self._stopping = True
             self._arrived.clear()
             everyone = list(self._states.values())
-        error = Refused("draining", "the backbone is shutting down")
         self._hand_over([self._end(state, "failed", error) for state in everyone])
 
     def _wait_for_work(self) -> bool:

@@ -42,17 +42,22 @@ SPAN_BYTES: Final = 16 * 1024 * 1024
 """Bytes of one request while a window is hashed."""
 
 SPANS_AHEAD: Final = 4
+RECENT: Final = 12
+"""Ranges kept in memory while the plan is made: a proof reads each tensor of its expert twice."""
+
 _TRIES: Final = 3
 
 
 class HubFile:
-    """A `ByteFile` on the hub. `head` are its first bytes, header included; the rest is fetched when read."""
+    """A `ByteFile` on the hub. `head` are its first bytes, header included; the rest `read` fetches."""
 
-    def __init__(self, reader: HubReader, number: int, file: PlanFile, label: str, head: bytes) -> None:
+    def __init__(
+        self, read: Callable[[ByteRange], bytes], number: int, file: PlanFile, label: str, head: bytes
+    ) -> None:
         self.name = file.name
         self.size = file.size
         self.label = label
-        self._reader = reader
+        self._read = read
         self._number = number
         self._head = head
 
@@ -60,7 +65,7 @@ class HubFile:
         """See `ByteFile.read`. Raises `Unreachable` as well."""
         if end <= len(self._head):
             return self._head[start:end]
-        return self._reader.read(ByteRange(self._number, start, end))
+        return self._read(ByteRange(self._number, start, end))
 
     def close(self) -> None:
         """See `ByteFile.close`; the reader belongs to the checkpoint."""
@@ -77,6 +82,7 @@ class HubCheckpoint(Checkpoint):
         self._cache = cache
         self.reader = reader
         self._chunks: _Chunks | None = None
+        self._forget_recent: Callable[[], None] = lambda: None
 
     @classmethod
     def open_hub(
@@ -102,8 +108,11 @@ class HubCheckpoint(Checkpoint):
         interruptible(reader.close)
         try:
             cache = ExpertCache(home / "experts", model.revision, cap_bytes=cache_bytes)
-            shards = Shards(_open_files(model, reader), f"{model.source}@{model.revision}")
-            return cls(model, reader, shards, skeleton, cache)
+            recent = functools.lru_cache(maxsize=RECENT)(reader.read)
+            files = _open_files(model, reader, recent)
+            made = cls(model, reader, Shards(files, f"{model.source}@{model.revision}"), skeleton, cache)
+            made._forget_recent = recent.cache_clear
+            return made
         except BaseException:
             reader.close()
             raise
@@ -121,6 +130,7 @@ class HubCheckpoint(Checkpoint):
     def make_plan(self, **arguments: Any) -> Plan:
         """See `Checkpoint.make_plan`; from now on experts are read in the plan's chunks, and cached."""
         plan = super().make_plan(**arguments)
+        self._forget_recent()
         self._chunks = _Chunks(plan, self._model.folder / "hashes" / id_of(plan).hex())
         return plan
 
@@ -290,8 +300,11 @@ def _spans(chunks: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
         yield group
 
 
-def _open_files(model: HubModel, reader: HubReader) -> list[HubFile]:
-    """Every file with its header, all headers fetched at once; kept beside the model for the next start."""
+def _open_files(model: HubModel, reader: HubReader, read: Callable[[ByteRange], bytes]) -> list[HubFile]:
+    """Every file with its header, all headers fetched at once; kept beside the model for the next start.
+
+    `read` fetches what lies after the headers.
+    """
     folder = model.folder / "headers"
     folder.mkdir(exist_ok=True)
     labels = [f"{model.source}@{model.revision[:12]}: {file.name}" for file in model.files]
@@ -315,7 +328,7 @@ def _open_files(model: HubModel, reader: HubReader) -> list[HubFile]:
         if end > 8:
             (folder / f"{number}.head").write_bytes(hashlib.sha256(kept[number]).digest() + kept[number])
     return [
-        HubFile(reader, number, file, labels[number], kept[number]) for number, file in enumerate(model.files)
+        HubFile(read, number, file, labels[number], kept[number]) for number, file in enumerate(model.files)
     ]
 
 

@@ -1,8 +1,10 @@
 """One device's session, kept up: calls out, replies in, receipts and notices beside them.
 
 A link dials, announces its references, and then runs a reader and a writer until the session ends; calls
-in flight fail at once when it does, so that they can be made elsewhere. An hour-old session is replaced by
-a new handshake, and the calls in flight are sent again on it (each is paid once, whoever answers).
+in flight fail at once when it does, so that they can be made elsewhere. A session is replaced by a new
+handshake when it is an hour old, when it goes through a relay and a direct way is found, and when a direct
+link breaks: the device may still be at its relay. The calls in flight are then sent again on the new one
+(each is paid once, whoever answers: a call id ends once), and the old one is closed once the new is in use.
 
 Knows sessions and call ids. Knows no windows, plans or credit: what is announced and sent is its owner's.
 """
@@ -10,6 +12,7 @@ Knows sessions and call ids. Knows no windows, plans or credit: what is announce
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -52,6 +55,22 @@ AFTER_DRAIN: Final = 5
 AGE_CHECK_S: Final = 15.0
 """How often a session's age is looked at."""
 
+FIRST_LOOK_S: Final = 0.5
+"""When a direct way is looked for after a session came up through a relay."""
+
+LOOK_AGAIN_S: Final = 5.0
+LONGEST_LOOK_S: Final = 300.0
+"""Pauses before it is looked for again: half to full, doubling from the first to the longest."""
+
+STEADY_S: Final = 60.0
+"""A direct session that lasted so long was a good one: the pauses start anew after it."""
+
+RETURN_S: Final = 2.0
+"""How long the device may take to be back, through a relay, after a direct link broke."""
+
+SETTLE_S: Final = 1.0
+"""How long a session that its device closed is looked at while a handshake is under way: it may be why."""
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -66,7 +85,8 @@ class DeviceLink:
 
     `dial` makes a session (raising `KvasirError`); `references` gives what to announce on it; `on_up` runs
     after the announcement of every new session, `on_down` after its end; `on_ack` takes the device's
-    countersignatures, `on_draining` its reason for going away.
+    countersignatures, `on_draining` its reason for going away. `improve` makes a direct session in the place
+    of one that goes through a relay, or says that there is none.
     """
 
     def __init__(
@@ -79,6 +99,7 @@ class DeviceLink:
         on_down: Callable[[], None],
         on_ack: Callable[[bytes], None],
         on_draining: Callable[[str], None],
+        improve: Callable[[SecureSession], Awaitable[SecureSession | None]] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.device = device
@@ -88,6 +109,7 @@ class DeviceLink:
         self.up = asyncio.Event()
         """Set while a session is up."""
         self._dial = dial
+        self._improve = improve
         self._references = references
         self._on_up, self._on_down = on_up, on_down
         self._on_ack, self._on_draining = on_ack, on_draining
@@ -98,6 +120,21 @@ class DeviceLink:
         self._hurry = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._look = asyncio.Event()  # a direct way may be there now
+        self._look_at = 0.0
+        self._looks = 0
+        self._settled = asyncio.Event()  # cleared while another session is being made
+        self._settled.set()
+
+    @property
+    def may_go_direct(self) -> bool:
+        """Whether it is time to look for a direct way."""
+        return time.monotonic() >= self._look_at
+
+    def readdressed(self) -> None:
+        """The device's addresses have changed: look for a direct way now."""
+        self._looks, self._look_at = 0, 0.0
+        self._look.set()
 
     @property
     def path(self) -> str:
@@ -193,6 +230,7 @@ class DeviceLink:
         """Keep a session up until cancelled. Then the session is closed in order."""
         attempt = 0
         session: SecureSession | None = None
+        older: SecureSession | None = None
         try:
             while True:
                 if session is None:
@@ -200,7 +238,8 @@ class DeviceLink:
                     attempt += 1
                     if session is None:
                         continue
-                session = await self._serve(session)
+                following = await self._serve(session, older)
+                older, session = session, following
                 attempt = AFTER_DRAIN if self.draining else 0
         finally:
             self._fail_pending("the backbone closed the session", "draining")
@@ -231,24 +270,48 @@ class DeviceLink:
             )
             return None
 
-    async def _serve(self, session: SecureSession) -> SecureSession | None:
-        """Use a session to its end; returns its successor where its age asked for one."""
+    async def _serve(self, session: SecureSession, older: SecureSession | None) -> SecureSession | None:
+        """Use a session to its end; returns its successor where one takes over. Closes the `older` one."""
         self._open(session)
         successor: SecureSession | None = None
-        reason = "the session ended"
+        reason, opened = "the session ended", time.monotonic()
         try:
-            successor = await self._exchange(session)
-        except* (KvasirError, OSError) as group:
-            reason = str(_first(group))
+            try:
+                successor = await self._exchange(session, older)
+                reason = "a newer session took over"
+            except* (KvasirError, OSError) as group:
+                reason = str(_first(group))
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # Python 3.11: a group with errors swallows it
+                raise asyncio.CancelledError
+            if session.path == "direct" and time.monotonic() - opened >= STEADY_S:
+                self._looks = 0
+            if successor is None and _broke(session):
+                successor = await self._return(reason)
         finally:
             if successor is None:
                 self._lost(reason)
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # Python 3.11: a group with errors swallows it
-            raise asyncio.CancelledError
-        if not session.closed:
-            await session.close("closed", reason if successor is None else "a newer session took over")
+        if successor is None and not session.closed:
+            await session.close("closed", reason)
         return successor
+
+    async def _return(self, reason: str) -> SecureSession | None:
+        """A direct link broke: a session with the device on another path, or None."""
+        self._look_later()
+        try:
+            async with asyncio.timeout(RETURN_S):
+                successor = await self._dial()
+        except (KvasirError, OSError, TimeoutError) as error:
+            _log.info("path.lost", device=address_of(self.device), reason=f"{reason}; {error}")
+            return None
+        _log.info("path.returned", device=address_of(self.device), path=successor.path, reason=reason)
+        return successor
+
+    def _look_later(self) -> None:
+        """Look for a direct way after a pause, which grows each time."""
+        longest = min(LONGEST_LOOK_S, LOOK_AGAIN_S * 2.0 ** min(self._looks, 10))
+        self._looks += 1
+        self._look_at = time.monotonic() + self._rng.uniform(longest / 2, longest)
 
     def _open(self, session: SecureSession) -> None:
         again = list(self._pending.values())
@@ -291,24 +354,75 @@ class DeviceLink:
         for call_id, call in pending.items():
             call.done(CallEnd(call_id, now, code=code, message=reason))
 
-    async def _exchange(self, session: SecureSession) -> SecureSession | None:
-        """Read, write and watch the age, until one of them ends."""
+    async def _exchange(self, session: SecureSession, older: SecureSession | None) -> SecureSession | None:
+        """Read, write and look for a reason to move, until one of them ends."""
         async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(self._read(session))
-            writer = tasks.create_task(self._write(session))
+            working = [
+                tasks.create_task(self._unless_moving(session, self._read(session))),
+                tasks.create_task(self._unless_moving(session, self._write(session))),
+            ]
+            if older is not None and not older.closed:
+                working.append(tasks.create_task(older.close("closed", "a newer session took over")))
             successor = await self._outlive(session)
-            reader.cancel()
-            writer.cancel()
+            for task in working:
+                task.cancel()
         return successor
 
+    async def _unless_moving(self, session: SecureSession, work: Awaitable[None]) -> None:
+        """Do `work`; if the device closed the session while another is being made, see to that one first."""
+        try:
+            await work
+        except KvasirError:
+            if session.outcome == "closed" and not self._settled.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SETTLE_S):
+                        await self._settled.wait()
+                        await asyncio.sleep(0)  # it may be ours now, and this task cancelled
+            raise
+
     async def _outlive(self, session: SecureSession) -> SecureSession:
+        """Wait until another session should take over, and make it."""
+        if self._look_at <= time.monotonic():
+            self._look_at = time.monotonic() + FIRST_LOOK_S
+        aged_at = time.monotonic() + AGE_CHECK_S
         while True:
-            await asyncio.sleep(AGE_CHECK_S)
-            if session.needs_handshake:
-                try:
-                    return await self._dial()
-                except (KvasirError, OSError) as error:
-                    _log.warning("session.not_renewed", device=address_of(self.device), reason=str(error))
+            looks = self._improve is not None and session.path == "relay"
+            pause = (min(aged_at, self._look_at) if looks else aged_at) - time.monotonic()
+            self._look.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, pause)):
+                    await self._look.wait()
+            successor = None
+            if time.monotonic() >= aged_at and session.needs_handshake:
+                successor = await self._renew()
+            elif looks and self.may_go_direct:
+                successor = await self._go_direct(session)
+            if time.monotonic() >= aged_at:
+                aged_at = time.monotonic() + AGE_CHECK_S
+            if successor is not None:
+                return successor
+
+    async def _renew(self) -> SecureSession | None:
+        self._settled.clear()
+        try:
+            return await self._dial()
+        except (KvasirError, OSError) as error:
+            _log.warning("session.not_renewed", device=address_of(self.device), reason=str(error))
+            return None
+        finally:
+            self._settled.set()
+
+    async def _go_direct(self, session: SecureSession) -> SecureSession | None:
+        assert self._improve is not None
+        self._settled.clear()
+        try:
+            return await self._improve(session)
+        except (KvasirError, OSError) as error:
+            _log.debug("path.kept", device=address_of(self.device), reason=str(error))
+            return None
+        finally:
+            self._look_later()
+            self._settled.set()
 
     async def _write(self, session: SecureSession) -> None:
         while True:
@@ -337,6 +451,11 @@ class DeviceLink:
         pending = self._take(end.call)
         if pending is not None:
             pending.done(end)
+
+
+def _broke(session: SecureSession) -> bool:
+    """Whether a direct link failed under its session, rather than the device having ended it."""
+    return session.path == "direct" and session.outcome in ("peer_gone", "protocol_error")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

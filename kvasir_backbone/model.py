@@ -40,18 +40,22 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 PACKED_TYPES: Final = frozenset(
     {
-        "dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "hunyuan_v1_moe", "minimax_m2", "mixtral",
-        "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+        "aria_text", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared",
+        "hunyuan_v1_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+        "solar_open",
     }
 )  # fmt: skip
 """Model types whose attention fits the packed form; each is compared with stock `generate` by a test."""
 
 CHUNKED_TYPES: Final = PACKED_TYPES | {
-    "deepseek_v2", "deepseek_v3", "gemma4_text", "gpt_oss", "kimi_linear", "lfm2_moe", "qwen3_5_moe_text",
-    "qwen3_next",
+    "afmoe", "axk1", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "exaone_moe",
+    "flint", "gemma4_text", "glm4_moe_lite", "gpt_oss", "granitemoe_swa", "inkling_text", "inkling2_text",
+    "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax_m3_vl_text",
+    "qwen3_5_moe_text", "qwen3_next",
 }  # fmt: skip
 """Model types whose prompts may be computed in chunks; each is compared with stock by a test. The others
-compute a prompt in one piece: transformers' state-space layers, for one, lose their state between chunks."""
+compute a prompt in one piece: transformers' state-space layers lose their state between chunks, and a sparse
+attention's indexer (deepseek_v32 and its like) chooses other positions."""
 
 _FIXED_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that depend on a row's own position only."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import time
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from market.messages import CreditTable, GapsAnswer
-from relay.errors import KvasirError, Refused
+from relay.errors import KvasirError, Refused, RemoteProtocolError
 from relay.identity import PublicKey, address_of, fingerprint
 
 from . import overview
@@ -72,7 +73,7 @@ class Operator:
 
     def _has_token(self, request: web.Request) -> bool:
         offered = request.headers.get("Authorization", "")
-        return hmac.compare_digest(offered.encode("utf-8"), f"Bearer {self._token}".encode("ascii"))
+        return hmac.compare_digest(offered.encode("utf-8", "surrogateescape"), f"Bearer {self._token}".encode("ascii"))
 
     # --- for anyone ----------------------------------------------------------------------------------
 
@@ -162,7 +163,10 @@ class Operator:
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Without a device: the whole backbone ends in order. With one: its claims end in order."""
-        body = await request.json() if request.can_read_body else {}
+        try:
+            body = json.loads(await request.read() or b"{}")
+        except (ValueError, RecursionError):
+            raise RemoteProtocolError("the body is not JSON") from None
         device = body.get("device") if isinstance(body, dict) else None
         if device is None:
             self._backbone.stop.set()

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from relay.addresses import Network, quota_key
 from relay.errors import Refused
+from relay.identity import PublicKey, address_of
 
 Address = IPv4Address | IPv6Address
 
@@ -38,6 +39,9 @@ TUNNELS: Final = tuple(map(ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002:
 
 FAILURES: Final = 10
 """Failed dials to one address (of any devices and ports) within `WINDOW_S`; then it is left alone."""
+
+DEVICE_FAILURES: Final = 30
+"""Failed dials for one device within `WINDOW_S`, whatever addresses it names."""
 
 ALL_FAILURES: Final = 300
 """Failed dials altogether within `WINDOW_S`."""
@@ -128,27 +132,36 @@ class DialBook:
         self._failures: dict[str, deque[float]] = {}
         self._all: deque[float] = deque()
 
-    def allows(self, target: Target, now: float) -> bool:
-        """Whether `target` may be dialled now."""
+    def allows(self, device: PublicKey, target: Target, now: float) -> bool:
+        """Whether `target` may be dialled now on behalf of `device`."""
         self._forget(now)
-        known = self._failures.get(quota_key(str(target.address)), ())
-        return len(known) < FAILURES and len(self._all) < ALL_FAILURES
+        return (
+            len(self._failures.get(_place(target), ())) < FAILURES
+            and len(self._failures.get(address_of(device), ())) < DEVICE_FAILURES
+            and len(self._all) < ALL_FAILURES
+        )
 
-    def failed(self, target: Target, now: float) -> None:
+    def failed(self, device: PublicKey, target: Target, now: float) -> None:
         """Note a dial that did not end in a session."""
-        self._failures.setdefault(quota_key(str(target.address)), deque()).append(now)
+        for key in (_place(target), address_of(device)):
+            self._failures.setdefault(key, deque()).append(now)
         self._all.append(now)
         self._forget(now)
 
     def succeeded(self, target: Target) -> None:
-        """A device of this swarm answers there: what failed before counts no more."""
-        self._failures.pop(quota_key(str(target.address)), None)
+        """A device of this swarm answers there: what failed at that address before counts no more."""
+        self._failures.pop(_place(target), None)
 
     def _forget(self, now: float) -> None:
         while self._all and now - self._all[0] > WINDOW_S:
             self._all.popleft()
-            for key in [key for key, times in self._failures.items() if now - times[-1] > WINDOW_S]:
-                del self._failures[key]
-        for times in self._failures.values():
+        for key, times in list(self._failures.items()):
             while times and now - times[0] > WINDOW_S:
                 times.popleft()
+            if not times:
+                del self._failures[key]
+
+
+def _place(target: Target) -> str:
+    """What dials to an address count as; no device's base58 address looks like it."""
+    return f"at {quota_key(str(target.address))}"

@@ -87,9 +87,14 @@ class ReceiptStore:
         found = self._select("WHERE device = ? ORDER BY sequence DESC LIMIT 1", device)
         return found[0] if found else None
 
-    def unposted(self, limit: int = 256) -> list[StoredReceipt]:
-        """Receipts that the market does not have yet, each chain in order."""
-        return self._select("WHERE posted = 0 ORDER BY device, sequence LIMIT ?", limit)
+    def behind(self) -> list[PublicKey]:
+        """The devices with receipts that the market does not have yet."""
+        rows = self._db.execute("SELECT DISTINCT device FROM receipts WHERE posted = 0")
+        return [PublicKey(device) for (device,) in rows]
+
+    def unposted(self, device: PublicKey, limit: int = 256) -> list[StoredReceipt]:
+        """The first receipts of a chain that the market does not have yet, in order."""
+        return self._select("WHERE device = ? AND posted = 0 ORDER BY sequence LIMIT ?", device, limit)
 
     def mark_posted(self, device: PublicKey, sequence: int) -> None:
         """The market has it."""

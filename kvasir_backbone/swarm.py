@@ -34,8 +34,10 @@ from market.messages import Change, ResyncNeeded
 from market.plans import Plan, PlanId, WindowHashes, sign_hashes
 from market.swarm import OperatingKey
 from market.windows import Window
+from relay.channel import Channel
 from relay.errors import KvasirError, Refused, Unreachable
 from relay.identity import Certificate, PublicKey, SigningKey, address_of
+from relay.paths import PathConfig, Paths
 from relay.secure import SecureSession
 from relay.transport import RelayClient
 
@@ -43,6 +45,7 @@ from .audit import NormBand, limit_of, quarantine_s
 from .auditing import References, SampledAuditor
 from .bookkeeping import Bookkeeper
 from .credit import CreditBook
+from .dialling import Dialler
 from .directory import Difference, Directory, Holding
 from .dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from .links import DeviceLink
@@ -52,8 +55,13 @@ from .roster import Replica, Roster
 
 _log = structlog.get_logger("backbone")
 
-OPEN_TIMEOUT_S: Final = 5.0
 HANDSHAKE_TIMEOUT_S: Final = 10.0
+DIRECT_HANDSHAKE_S: Final = 3.0
+"""How long a handshake may take over a relay, and over a direct link, which stands already."""
+
+PATHS: Final = PathConfig(relay_timeout_s=5.0)
+"""How the ways to a device are tried."""
+
 RELAYS_S: Final = 30.0
 """How often the market is asked for its list of relays."""
 
@@ -80,6 +88,10 @@ class SwarmConfig:
     """How often demand is reported to the market."""
     drain_s: float = 5.0
     """How long the last receipts may take to be posted."""
+    relay_only: bool = False
+    """Never dial devices directly."""
+    local: bool = False
+    """Every device is on this machine: loopback addresses may be dialled."""
 
 
 class Swarm:
@@ -124,6 +136,10 @@ class Swarm:
         self._wakes: dict[PublicKey, asyncio.Event] = {}
         self._starts: dict[PublicKey, int] = {}
         self._relays: dict[str, RelayClient] = {}
+        self._addresses: dict[PublicKey, tuple[str, ...]] = {}
+        self._dialler = Dialler(
+            http=http, local=config.local, lan=not config.relay_only, on_found=self._on_found
+        )
         self._group: asyncio.TaskGroup | None = None
         self._quarantines: dict[PublicKey, tuple[int, float]] = {}
         self._hash_now = asyncio.Event()
@@ -202,7 +218,7 @@ class Swarm:
     async def run(self) -> None:
         """Keep the swarm until cancelled. Raises what cannot be mended by waiting."""
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._dialler, asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self._keep_relays())
                 group.create_task(self._follow())
@@ -266,21 +282,43 @@ class Swarm:
         finally:
             self._relays.pop(url, None)
 
-    async def _dial(self, device: PublicKey) -> SecureSession:
+    def _paths(self, device: PublicKey) -> Paths:
+        """The ways to a device. A relay serves at once; a direct way is looked for when its link wants it."""
+        return Paths(
+            device,
+            addresses=lambda: self._direct_urls(device),
+            relays=lambda: list(self._relays.values()),
+            handshake=lambda channel: self._shake(device, channel),
+            http=self._http,
+            config=PATHS,
+            dial=self._dialler.dial,
+        )
+
+    def _direct_urls(self, device: PublicKey) -> list[str]:
+        link = self._links.get(device)
+        if self._config.relay_only or link is None:
+            return []
+        if not link.may_go_direct and self.relays_connected:
+            return []
+        return self._dialler.urls(device, self._addresses.get(device, ()))
+
+    def _on_found(self, device: PublicKey) -> None:
+        """A device was heard on the LAN, at an address that is new."""
+        link = self._links.get(device)
+        if link is not None:
+            link.readdressed()
+
+    async def _shake(self, device: PublicKey, channel: Channel) -> SecureSession:
+        """A session over a channel, or the reason why whoever is there is not the device."""
         holdings = self.directory.of(device)
         if not holdings:
+            await channel.close()
             raise Unreachable("the device has no claim left")
         grant = max((h.assignment.grant for h in holdings), key=lambda grant: grant.issued_at)
-        clients = [client for client in self._relays.values() if client.connected]
-        last: KvasirError = Unreachable("no relay is connected")
-        for client in sorted(clients, key=lambda client: client.rtt_s or 0.0):
-            try:
-                channel = await client.open(device, timeout=OPEN_TIMEOUT_S)
-            except (Unreachable, Refused) as error:
-                last = error
-                continue
-            key = self._keys()
-            return await SecureSession.connect(
+        key = self._keys()
+        answered = False
+        try:
+            session = await SecureSession.connect(
                 channel,
                 certificate=key.certificate,
                 key=key.exchange,
@@ -288,9 +326,12 @@ class Swarm:
                 root=key.certificate.swarm,
                 grant_hash=grant.hash,
                 generation=next(self._generations),
-                timeout=HANDSHAKE_TIMEOUT_S,
+                timeout=HANDSHAKE_TIMEOUT_S if channel.path == "relay" else DIRECT_HANDSHAKE_S,
             )
-        raise last
+            answered = True
+            return session
+        finally:
+            self._dialler.shaken(channel, device_answered=answered)
 
     # --- following the market ------------------------------------------------------------------------
 
@@ -368,12 +409,21 @@ class Swarm:
         link = self._links.get(device)
         if link is not None:
             link.announce()
+        self._note_addresses(device)
         start = max(holding.assignment.start_generation for holding in self.directory.of(device))
         if start > self._starts.get(device, 0):
             self._starts[device] = start
             if link is not None:
                 link.hurry()
         self._wake(device)
+
+    def _note_addresses(self, device: PublicKey) -> None:
+        """Keep what the device announced last; its link looks for a direct way where that is new."""
+        newest = max(self.directory.of(device), key=lambda holding: holding.assignment.start_generation)
+        addresses = newest.assignment.addresses
+        if addresses != self._addresses.get(device, ()):
+            self._addresses[device] = addresses
+            self._on_found(device)
 
     def _wake(self, device: PublicKey) -> None:
         event = self._wakes.get(device)
@@ -404,9 +454,11 @@ class Swarm:
 
     async def _tend(self, device: PublicKey) -> None:
         """Everything about one device, until its last claim ended: the boundary for this peer."""
+        paths = self._paths(device)
         link = DeviceLink(
             device,
-            dial=lambda: self._dial(device),
+            dial=paths.connect,
+            improve=None if self._config.relay_only else paths.improve,
             references=lambda: self._references(device),
             on_up=lambda: self._on_up(device),
             on_down=self._publish,
@@ -426,6 +478,8 @@ class Swarm:
         finally:
             if self._links.get(device) is link:
                 del self._links[device]
+                self._addresses.pop(device, None)
+                self._dialler.forget(device)
             self._publish()
 
     async def _open_chain(self, device: PublicKey) -> None:

@@ -1,4 +1,4 @@
-"""The relays a node keeps a connection to, and the sessions that backbones open over them.
+"""The relays a node keeps a connection to, and the sessions that backbones open over them or directly.
 
 Knows tickets, circuits and who may shake hands. What is said inside a session is `serving`'s.
 """
@@ -132,7 +132,7 @@ class Circuits:
             root=member.root,
             ticket=lambda: self._ticket(relay.key),
             start_generation=self._generation,
-            on_circuit=self._circuit,
+            on_circuit=self.take,
             http=self._http,
         )
         self._status.relays[relay.url] = client
@@ -163,8 +163,8 @@ class Circuits:
         self.tickets.add((fresh,))
         return fresh
 
-    async def _circuit(self, channel: Channel) -> None:
-        """One incoming circuit, from handshake to end: the boundary for this peer."""
+    async def take(self, channel: Channel) -> None:
+        """One incoming circuit or direct link, from handshake to end: the boundary for this peer."""
         if len(self._sessions) >= self._config.max_sessions:
             await channel.close("quota", f"this node has {len(self._sessions)} sessions already")
             return
@@ -180,7 +180,13 @@ class Circuits:
                 timeout=self._config.handshake_s,
             )
         except KvasirError as error:
-            log.warning("session.refused", peer=address_of(channel.peer), code=error.code, reason=str(error))
+            log.warning(
+                "session.refused",
+                peer=address_of(channel.peer),
+                path=channel.path,
+                code=error.code,
+                reason=str(error),
+            )
             return
         await self._serve_session(session)
 
@@ -191,13 +197,14 @@ class Circuits:
         self._sessions[number] = session
         self._status.sessions[number] = SessionStatus(backbone, session, time.time())
         log.info("session.opened", backbone=backbone, path=session.path, generation=session.generation)
-        for other in older:
-            await other.close("closed", "a newer session took over")
         reason = ""
         try:
-            await self._serve(session)
-        except (KvasirError, OSError) as error:
-            reason = str(error)
+            async with asyncio.TaskGroup() as tasks:  # a link that broke may take its time to close
+                for other in older:
+                    tasks.create_task(other.close("closed", "a newer session took over"))
+                await self._serve(session)
+        except* (KvasirError, OSError) as group:
+            reason = str(_first(group))
         finally:
             self._sessions.pop(number, None)
             self._status.sessions.pop(number, None)
@@ -210,3 +217,10 @@ class Circuits:
                 bytes_sent=session.bytes_sent,
                 bytes_received=session.bytes_received,
             )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -166,6 +166,20 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--no-measure", action="store_true", help="do not try out memory, disk and link at the start"
     )
+    direct = run.add_mutually_exclusive_group()
+    direct.add_argument(
+        "--listen",
+        default="",
+        metavar="ADDRESS:PORT",
+        help="take direct links there (default: a free port of every interface)",
+    )
+    direct.add_argument("--no-direct", action="store_true", help="take none: relays only")
+    run.add_argument(
+        "--public-address",
+        default="",
+        metavar="ADDRESS:PORT",
+        help="the internet reaches --listen there, by a port that your router forwards",
+    )
     run.add_argument("--log-level", default="info", choices=tuple(logs.LEVELS))
     run.add_argument(
         "--json-logs", action="store_true", help="log lines instead of the display on a terminal"
@@ -232,6 +246,9 @@ def config_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         upload_limit=arguments.upload_limit,
         rules=OwnerRules(arguments.hours, arguments.on_battery, arguments.on_metered),
         measure=not arguments.no_measure,
+        direct=not arguments.no_direct,
+        listen=arguments.listen,
+        public_address=arguments.public_address,
     )
 
 

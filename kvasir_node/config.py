@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -26,6 +27,9 @@ WEIGHTS_FROM: Final = ("auto", "backbone", "hub")
 DEVICES: Final = ("auto", "cpu", "cuda", "mps")
 """What `--device` takes."""
 
+LOWEST_PORT: Final = 1024
+"""Backbones dial no port below it."""
+
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -40,6 +44,20 @@ def parse_size(text: str) -> int:
     if not math.isfinite(size) or size >= 2**63:
         raise ConfigError(f"{text!r} is more than any machine has")
     return int(size)
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """IP address and port of a text such as 0.0.0.0:9000 or [::]:9000. Raises `ConfigError`."""
+    host, _, port = text.rpartition(":")
+    wrong = ConfigError(f"{text!r} is not ADDRESS:PORT: write for example 0.0.0.0:9000 or [::]:9000")
+    try:
+        address = ip_address(host.removeprefix("[").removesuffix("]"))
+        number = int(port)
+    except ValueError:
+        raise wrong from None
+    if not 0 <= number <= 65535 or (address.version == 6) != host.startswith("["):
+        raise wrong
+    return str(address), number
 
 
 def _is_url(text: str) -> bool:
@@ -110,6 +128,12 @@ class NodeConfig:
     """Seconds that calls in flight get to finish when the daemon stops."""
     handshake_s: float = 10.0
     """Seconds for a backbone to finish the handshake on a new circuit."""
+    direct: bool = True
+    """Whether backbones may dial this node directly, where they can reach it."""
+    listen: str = ""
+    """HOST:PORT for direct links, HOST an IP address; empty: a free port of every interface."""
+    public_address: str = ""
+    """HOST:PORT at which the internet reaches this node, by a forwarded port; empty: none."""
     max_sessions: int = 16
     """Sessions with backbones at once; more circuits are closed with a reason."""
     fetch: FetchConfig = field(default_factory=FetchConfig)
@@ -139,6 +163,12 @@ class NodeConfig:
             raise ConfigError("heartbeat, drain and handshake times must be positive")
         if self.max_sessions < 1:
             raise ConfigError("a node needs one session at least")
+        if not self.direct and (self.listen or self.public_address):
+            raise ConfigError("--no-direct takes neither --listen nor --public-address")
+        if self.listen:
+            parse_endpoint(self.listen)
+        if self.public_address and parse_endpoint(self.public_address)[1] < LOWEST_PORT:
+            raise ConfigError(f"--public-address: backbones dial no port below {LOWEST_PORT}")
         if len(self.name) > 64 or not self.name.isprintable():
             raise ConfigError("--name is at most 64 printable characters")
         if self.weights_from not in WEIGHTS_FROM and not _is_url(self.weights_from):

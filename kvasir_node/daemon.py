@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from ipaddress import ip_address
 from random import Random
 from typing import Final
 
@@ -36,6 +37,7 @@ from .device import allow, lower_priority, measure, network_of
 from .intake import Intake
 from .joining import Membership, join_swarm
 from .limits import CpuPacer, PacedSession, UploadPacer
+from .listening import Listener
 from .loading import Loader
 from .locks import FolderLock
 from .measuring import Speed, kernel_name, measure_link, measure_machine
@@ -96,6 +98,7 @@ class Node:
         self._loader: Loader
         self._server: ExpertServer
         self._circuits: Circuits
+        self._listener: Listener
         self._tenancy: Tenancy
         self._volunteer: Volunteer
         self._threads: ThreadPoolExecutor
@@ -119,6 +122,8 @@ class Node:
             if not await _unless(stop, self._begin()):
                 return
             await stack.enter_async_context(self._server)
+            await stack.enter_async_context(self._listener)
+            self._status.listening = self._listener.addresses
             await self._live(stop)
         self._status.base = Phase.STOPPED
         log.info("node.stopped", outcome="stopped")
@@ -174,6 +179,9 @@ class Node:
             http=self._http,
             config=config,
         )
+        self._listener = Listener(
+            config, on_channel=self._circuits.take, key=member.keys.signing.public, local=self._local()
+        )
         self._tenancy = Tenancy(
             lambda: self._member,
             lambda: self._loader,
@@ -182,6 +190,7 @@ class Node:
             status=status,
             generation=self._generation,
             heartbeat_s=config.heartbeat_s,
+            addresses=self._listener.addresses,
             rng=self._rng,
         )
         self._volunteer = Volunteer(
@@ -197,6 +206,13 @@ class Node:
             rng=self._rng,
         )
         status.balance, status.counters = intake.balance, self._counters
+
+    def _local(self) -> bool:
+        """Whether the market is on this machine, reached by loopback."""
+        host = URL(self._config.join.url).host or ""
+        with contextlib.suppress(ValueError):
+            return ip_address(host).is_loopback
+        return host == "localhost"
 
     async def _measure(self) -> Speed | None:
         """What this machine can do, tried out while the swarm is joined."""

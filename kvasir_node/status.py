@@ -152,6 +152,8 @@ class NodeStatus:
         self._base = Phase.STARTING
         self.message = ""
         """Why nothing more happens now, for a person."""
+        self.listening: Callable[[], tuple[str, ...]] = tuple
+        """Where backbones may dial this node directly, set by the daemon."""
         self.counters: Callable[[], Mapping[str, Any]] = dict
         self.balance: Callable[[], Mapping[str, Any]] = dict
         self._listeners: list[Callable[[str], None]] = []
@@ -242,6 +244,7 @@ class NodeStatus:
                 {"url": relay.url, "connected": relay.connected, "rtt_s": relay.rtt_s}
                 for relay in self.relays.values()
             ],
+            "direct": list(self.listening()),
             "sessions": [
                 {
                     "backbone": session.backbone,
@@ -298,6 +301,8 @@ def describe(snapshot: Mapping[str, Any]) -> list[str]:
         + (f"connected{_rtt(relay['rtt_s'])}" if relay["connected"] else "not connected")
         for relay in snapshot["relays"]
     ]
+    if snapshot["direct"]:
+        lines.append(f"direct   {', '.join(snapshot['direct'])}")
     lines += [
         f"session  backbone {session['backbone'][:8]} over {session['path']}, {_duration(session['age_s'])}, "
         f"{format_size(session['bytes_received'])} in, {format_size(session['bytes_sent'])} out"

@@ -75,6 +75,7 @@ class Tenancy:
         generation: int,
         heartbeat_s: float,
         rng: Random,
+        addresses: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self._member = member
         self._loader = loader
@@ -83,6 +84,7 @@ class Tenancy:
         self._status = status
         self._generation = generation
         self._heartbeat_s = heartbeat_s
+        self._addresses = addresses
         self._rng = rng
         self._held: dict[bytes, Held] = {}
         self._beat_now = asyncio.Event()
@@ -265,7 +267,7 @@ class Tenancy:
         beats = tuple(
             LeaseBeat(held.clock.lease.id, held.clock.epoch, held.shown.done_bytes) for held in self.held
         )
-        answer = await self._member().market.heartbeat(Heartbeat(self._generation, beats))
+        answer = await self._member().market.heartbeat(Heartbeat(self._generation, beats, self._addresses()))
         self._status.market_answered()
         self._circuits.tickets.add(answer.tickets)
         for notice in answer.notices:

@@ -315,13 +315,20 @@ class MarketClient:
         return answer.receipt
 
     async def assignments(self, plan: PlanId) -> m.Snapshot:
-        """All leases of a plan that have not ended, claims and grants verified."""
+        """All leases of a plan that have not ended, claims and grants verified.
+
+        One whose grant has run out is left out: it ends soon, and must not hide the others.
+        """
         snapshot = await self._get(f"/plans/{plan.hex()}/assignments", m.SnapshotListing, limit=LARGE_ANSWER)
         leases = []
         for number, listing in enumerate(snapshot.leases):
             if number % 16 == 15:
                 await asyncio.sleep(0)  # thousands of signatures take a while: let others run
-            leases.append(await self._assignment(listing))
+            try:
+                leases.append(await self._assignment(listing))
+            except IdentityError as error:
+                if error.code != "expired":
+                    raise
         return m.Snapshot(snapshot.revision, tuple(leases))
 
     async def watch(self, plan: PlanId, since: int) -> AsyncIterator[m.Change]:
@@ -346,8 +353,15 @@ class MarketClient:
         raise ResyncNeeded("the market closed the watch")
 
     async def _change(self, listing: m.ChangeListing) -> m.Change:
-        assignment = None if listing.assignment is None else await self._assignment(listing.assignment)
-        return m.Change(listing.revision, listing.previous, assignment, listing.ended)
+        assignment, ended = None, listing.ended
+        if listing.assignment is not None:
+            try:
+                assignment = await self._assignment(listing.assignment)
+            except IdentityError as error:
+                if error.code != "expired":
+                    raise
+                ended = m.EndedListing(listing.assignment.lease, str(error))
+        return m.Change(listing.revision, listing.previous, assignment, ended)
 
     async def _assignment(self, listing: m.AssignmentListing) -> m.Assignment:
         swarm = await self._known()

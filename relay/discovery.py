@@ -6,6 +6,7 @@ is trusted: an address is only where to try, and the session proves who answers.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import ipaddress
@@ -21,6 +22,11 @@ from .identity import PublicKey, address_of, parse_address
 SERVICE: Final = "_kvasir._tcp.local."
 MAX_DEVICES: Final = 4096
 """Devices remembered; a LAN that claims more is not believed."""
+
+MAX_ASKED: Final = 64
+"""Devices asked for the rest of their announcement at once."""
+
+ASK_MS: Final = 3000
 
 log = structlog.get_logger("relay")
 
@@ -75,6 +81,7 @@ class Finder:
         self._names: dict[str, PublicKey] = {}
         self._zeroconf: Any = None
         self._browser: Any = None
+        self._asking: set[asyncio.Task[None]] = set()
 
     def addresses(self, device: PublicKey) -> tuple[str, ...]:
         """URLs at which `device` was announced."""
@@ -89,6 +96,8 @@ class Finder:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for asking in self._asking:
+            asking.cancel()
         await self._browser.async_cancel()
         await self._zeroconf.async_close()
 
@@ -96,9 +105,20 @@ class Finder:
         if state_change is self._module.ServiceStateChange.Removed:
             self._forget(name)
             return
-        info = self._module.ServiceInfo(service_type, name)
-        if not info.load_from_cache(zeroconf):
-            return  # the next announcement brings the rest
+        info = importlib.import_module("zeroconf.asyncio").AsyncServiceInfo(service_type, name)
+        if info.load_from_cache(zeroconf):
+            self._learn(name, info)
+        elif len(self._asking) < MAX_ASKED:
+            asking = asyncio.get_running_loop().create_task(self._ask(zeroconf, name, info))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+
+    async def _ask(self, zeroconf: Any, name: str, info: Any) -> None:
+        """Ask for what an announcement left out."""
+        if await info.async_request(zeroconf, ASK_MS):
+            self._learn(name, info)
+
+    def _learn(self, name: str, info: Any) -> None:
         try:
             device = parse_address((info.decoded_properties.get("key") or "").strip())
         except KvasirError:

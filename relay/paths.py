@@ -55,6 +55,7 @@ class Paths:
 
     `addresses` gives the URLs where it says it listens (best first), `relays` the relays it may be at, and
     `handshake` makes the session on a channel (it raises `KvasirError`, and has closed the channel then).
+    `dial` makes a direct link in the place of `connect_direct`, for callers that bound and count them.
     """
 
     def __init__(
@@ -66,29 +67,36 @@ class Paths:
         handshake: Callable[[Channel], Awaitable[SecureSession]],
         http: aiohttp.ClientSession,
         config: PathConfig | None = None,
+        dial: Callable[[PublicKey, str], Awaitable[Channel]] | None = None,
     ) -> None:
         self.device = device
         self.config = config or PathConfig()
         self._addresses, self._relays = addresses, relays
-        self._handshake, self._http = handshake, http
+        self._handshake, self._http, self._dialler = handshake, http, dial
+        self._last: SecureSession | None = None  # what was brought up last
 
     async def connect(self) -> SecureSession:
         """A session by the best way there is. Raises `Unreachable` (or what the device refused with)."""
+        cut = self._last is not None and self._last.path == "direct" and self._last.outcome == "peer_gone"
         dials = self._dial_direct()
-        try:
-            session, error = await self._shake_first(dials, self.config.head_start_s)
-            if session is not None:
-                return session
-            try:
-                return await self._through_a_relay()
-            except KvasirError as relay_error:
-                error = relay_error if error is None or dials == [] else error
-                session, direct_error = await self._shake_first(dials, self.config.direct_timeout_s)
-                if session is not None:
-                    return session
-                raise (direct_error or error) from None
+        try:  # a direct link that was just lost gets no head start: a call may be waiting
+            self._last = await self._connect(dials, 0.0 if cut else self.config.head_start_s)
+            return self._last
         finally:
             await _give_up(dials)
+
+    async def _connect(self, dials: list[asyncio.Task[Channel]], head_start_s: float) -> SecureSession:
+        session, error = await self._shake_first(dials, head_start_s)
+        if session is not None:
+            return session
+        try:
+            return await self._through_a_relay()
+        except KvasirError as relay_error:
+            error = error or relay_error
+        session, direct_error = await self._shake_first(dials, self.config.direct_timeout_s)
+        if session is not None:
+            return session
+        raise direct_error or error
 
     async def improve(self, session: SecureSession) -> SecureSession | None:
         """A direct session in the place of a relayed one, or None; `session` goes on until it is replaced.
@@ -103,6 +111,7 @@ class Paths:
         finally:
             await _give_up(dials)
         if better is not None:
+            self._last = better
             log.info("path.changed", device=address_of(self.device), path=better.path)
         return better
 
@@ -111,6 +120,8 @@ class Paths:
         return [asyncio.create_task(self._dial(url)) for url in urls]
 
     async def _dial(self, url: str) -> Channel:
+        if self._dialler is not None:
+            return await self._dialler(self.device, url)
         return await connect_direct(url, self.device, http=self._http, timeout=self.config.direct_timeout_s)
 
     async def _shake_first(

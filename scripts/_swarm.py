@@ -20,9 +20,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HU
 class LocalSwarm:
     """Starts the processes and asks them. `say` takes each thing that a watching person should know."""
 
-    def __init__(self, folder: Path, children: Children, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, children: Children, say: Callable[[str], None], *, relay_only: bool = False
+    ) -> None:
         self.folder = folder
         self.children = children
+        self.relay_only = relay_only
         self.names: list[str] = []
         self.owner_of: dict[str, str] = {}
         """Wallet address -> name of its node."""
@@ -33,6 +36,7 @@ class LocalSwarm:
         """Start it and wait for its port; its first status."""
         command = [venv_command("kvasir-backbone"), "up", "--model", str(model), "--port", "0"]
         command += ["--state-dir", str(self.folder / "backbone"), "--dtype", "float32"]
+        command += ["--relay-only"] if self.relay_only else []
         if cut is not None:
             command += ["--window-bytes", str(cut.window_bytes)]
         self.children.start("backbone", command, ENVIRONMENT)
@@ -45,6 +49,7 @@ class LocalSwarm:
             command = [venv_command("kvasir-node"), "run", join, "--name", name, "--json-logs"]
             command += ["--state-dir", str(self.folder / name), "--precision", "stored"]
             command += [] if budget is None else ["--budget", str(budget)]
+            command += ["--no-direct"] if self.relay_only else []
             self.children.start(name, command, ENVIRONMENT)
 
     def ask(self, question: str) -> dict[str, Any]:

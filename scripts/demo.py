@@ -2,6 +2,7 @@
 
     python3 scripts/demo.py --prompt "And the king said"      stays up; prints the API address and a command
     python3 scripts/demo.py --once --json                     one text, then the facts as JSON, last
+    python3 scripts/demo.py --once --relay-only               the same text, every call through the relay
     python3 scripts/demo.py --nodes 2 --model /models/OLMoE   any local Hugging Face MoE checkpoint
 
 Every part is the real one, in a process of its own: `kvasir-backbone up` and N times `kvasir-node run`. They
@@ -45,6 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="stop after the first text")
     parser.add_argument("--json", action="store_true", help="print the facts as one line of JSON, last")
+    parser.add_argument("--relay-only", action="store_true", help="no direct path: every call by the relay")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the bundled model)")
     parser.add_argument("--state-dir", type=Path, help="keep keys, ledger and weights here for the next run")
     options = parser.parse_args(arguments)
@@ -70,7 +72,7 @@ class Demo:
         self.children = children
         self.console = console
         self.started = started
-        self.swarm = LocalSwarm(folder, children, self.say)
+        self.swarm = LocalSwarm(folder, children, self.say, relay_only=options.relay_only)
 
     def say(self, text: str, style: str = "") -> None:
         """One line, with the seconds since the start."""

@@ -121,7 +121,8 @@ def _compile(compiler: str, target: Path, timeout_s: float) -> None:
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise BuildError(f"{compiler} failed: {said[0][:200] if said else f'exit {done.returncode}'}")
-        made.chmod(0o500)
+        if sys.platform != "win32":  # a read-only file cannot be removed there
+            made.chmod(0o500)
         digest = hashlib.sha256(made.read_bytes()).hexdigest()
         with contextlib.suppress(PermissionError):  # Windows: another process has just built and loaded it
             made.replace(target)

@@ -9,6 +9,7 @@ that it began: those that a kill took from it are fetched again, and there may b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -221,12 +222,13 @@ class _Server:
         }
         response = web.StreamResponse(status=206, headers=content)
         await response.prepare(request)
-        for start in range(first, end, PIECE_BYTES):
-            piece = data[start : min(start + PIECE_BYTES, end)]
-            await response.write(piece)
-            self.sent += len(piece)
-            if self.sent >= self.limit and self.kill is not None:
-                self.kill()
+        with contextlib.suppress(ConnectionError):  # the process was killed
+            for start in range(first, end, PIECE_BYTES):
+                piece = data[start : min(start + PIECE_BYTES, end)]
+                await response.write(piece)
+                self.sent += len(piece)
+                if self.sent >= self.limit and self.kill is not None:
+                    self.kill()
         return response
 
     async def __aenter__(self) -> _Server:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 
 from kvasir_backbone.bookkeeping import Bookkeeper
 from kvasir_backbone.credit import CreditBook, LeaseShare
@@ -208,6 +209,53 @@ async def test_a_receipt_that_the_disk_refuses_is_not_sent_and_is_signed_later(
     assert (await device.client.credits()).escrow == 10
 
 
+async def test_a_clock_that_is_set_back_does_not_break_a_chain(market: Stall, tmp_path: Path) -> None:
+    device = await market.device()
+    async with desk(market, tmp_path / "r.db") as made:
+        await made.earn(device, 10)
+        made.keeper._clock = lambda: time.time() - 50
+        await made.earn(device, 20)
+        await made.keeper.post()
+    async with desk(market, tmp_path / "r.db") as made:
+        made.keeper._clock = lambda: time.time() - 50
+        await made.earn(device, 30)
+        await made.keeper.post()
+    assert (await device.client.credits()).escrow == 60
+
+
+async def test_receipts_signed_before_a_certificates_renewal_are_posted_after_it(
+    market: Stall, tmp_path: Path
+) -> None:
+    device = await market.device()
+    async with desk(market, tmp_path / "r.db") as made:
+        await made.earn(device, 10)
+    keys, day = market.keys, 86_400
+    market.clock.ahead += 16 * day
+    assert "backbone" in keys.renew(market.clock())
+    async with desk(market, tmp_path / "r.db") as made:
+        await made.keeper.post()
+        assert made.keeper.posted == 1
+
+
+async def test_a_chain_that_the_market_refuses_holds_up_no_other_and_is_said_once(
+    market: Stall, tmp_path: Path
+) -> None:
+    devices = sorted([await market.device() for _ in range(2)], key=lambda device: device.key.public)
+    refused, good = devices
+    async with desk(market, tmp_path / "r.db") as made:
+        await made.keeper.open_chain(refused.key.public, SigningKey.generate().public)
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(300):  # more than are read from the store at a time
+                made.book.pay(refused.key.public, 1, 0, [LeaseShare(LEASE, 1, 1)], time.monotonic())
+                await made.keeper.sign([refused.key.public])
+            await made.earn(good, 10)
+            await made.keeper.post()
+            await made.keeper.post()
+        assert made.keeper.posted == 1
+    assert [entry["code"] for entry in logs if entry["event"] == "receipt.refused"] == ["forbidden"]
+    assert (await good.client.credits()).escrow == 10
+
+
 def test_a_store_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     ReceiptStore(tmp_path / "r.db").close()
     database = sqlite3.connect(tmp_path / "r.db")
@@ -224,8 +272,10 @@ def test_the_store_keeps_the_last_receipt_and_forgets_what_is_posted_and_acknowl
     for number, document in enumerate(documents, 1):
         store.append(device, number, document)
     for number in range(1, 5):
+        assert store.behind() == [device]
+        assert [stored.sequence for stored in store.unposted(device, 2)] == [number, number + 1][: 5 - number]
         store.mark_posted(device, number)
-    assert store.unposted() == []
+    assert store.behind() == store.unposted(device) == []
     assert store.mark_acknowledged(device, documents[2].digest) == 3
     assert store.mark_acknowledged(device, bytes(32)) is None
     last = store.last(device)

@@ -300,6 +300,24 @@ async def test_a_new_plan_drains_the_old_ones_claims(market: Stall) -> None:
 # --- following ---------------------------------------------------------------------------------------------
 
 
+async def test_a_claim_whose_grant_ran_out_hides_no_other(market: Stall) -> None:
+    plan_id, plan = await market.publish()
+    short, other, backbone = await market.device(), await market.device(), market.backbone()
+    start = (await backbone.assignments(plan_id)).revision
+    await short.client.login(short.wallet, short.key, short.exchange, lifetime_s=30)
+    await claim(short, offer_of(plan_id, plan.windows[0]))
+    kept = await claim(other, offer_of(plan_id, plan.windows[0]))
+    market.clock.ahead += 31  # less than a lease lives
+    snapshot = await backbone.assignments(plan_id)
+    assert [assignment.lease for assignment in snapshot.leases] == [kept.id]
+    changes = backbone.watch(plan_id, start)
+    first, second = [await asyncio.wait_for(anext(changes), 5) for _ in range(2)]
+    await changes.aclose()  # type: ignore[attr-defined]
+    assert first.assignment is None
+    assert "expired" in first.ended.reason  # type: ignore[union-attr]
+    assert second.assignment.lease == kept.id  # type: ignore[union-attr]
+
+
 async def test_a_watch_tells_every_change_in_order(market: Stall) -> None:
     plan_id, plan = await market.publish(small_plan(layers=4))
     backbone = market.backbone()

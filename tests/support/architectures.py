@@ -43,7 +43,7 @@ class Architecture:
 
 
 def _saver(name: str) -> Callable[[Path], Path]:
-    return lambda folder: save_tiny(folder, name)
+    return lambda folder: save_tiny(folder, name) if name in CONFIGS else save_small(folder, name)
 
 
 # --- checkpoints with images, of which the text is served --------------------------------------------
@@ -83,10 +83,49 @@ def save_gemma4(folder: Path) -> Path:
     return save_multimodal(folder, "gemma4", "gemma4_text", vision, audio_config=None)
 
 
+# --- architectures that only this matrix has ---------------------------------------------------------
+
+_EXPERTS = (
+    "num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts",
+)  # fmt: skip
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(_EXPERTS, 16),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"), 4),
+    "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32, "first_k_dense_replace": 1, "num_dense_layers": 1, "sliding_window": 16,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4, "rotary_dim": 16,
+    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "mamba_d_state": 16, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 1,
+}  # fmt: skip
+"""Sizes by the names that configurations give them; a model type takes those that it knows."""
+
+_LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
+    "bailing_hybrid": {**_LATENT, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe", "moe"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def save_small(folder: Path, name: str) -> Path:
+    """A tiny checkpoint of a type that has no entry in `tiny_models.CONFIGS`."""
+    config: Any = type(AutoConfig.for_model(name))
+    default, renamed = config(), getattr(config, "attribute_map", {})
+    sizes = {key: size for key, size in _SMALL.items() if hasattr(default, key) or key in renamed}
+    return save_tiny(folder, name, **{**sizes, **_SPECIAL.get(name, {})})
+
+
 # --- the matrix --------------------------------------------------------------------------------------
 
 _GELU = "gelu_tanh(gate) * up"
 _CLAMPED = "(clamp(up) + 1) * clamp(gate) * sigmoid(1.702 clamp(gate)), limit 7"
+_LIMIT = "silu(clamp(gate)) * clamp(up), limit 10"
+_SPARSE = "sparse attention with an indexer"
 _TEXT_ONLY = "text only; its image parts are loaded and never run"
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -118,6 +157,37 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("jamba", "Jamba-1.5, Jamba-1.7", False, False, "one", note="state-space layers"),
     Architecture("nemotron_h", "Nemotron-3-Nano-30B-A3B, -Super", False, False, "one", "relu(up)^2, no gate",
                  "state-space layers; rows may be narrower than the hidden size"),
+    Architecture("afmoe", "Trinity-Nano, Trinity-Mini", False, True, "one", note="sliding windows"),
+    Architecture("aria_text", "Aria (text part)", True, True, "fused, transposed"),
+    Architecture("axk1", "A.X-K1", False, True, "one", note="latent attention"),
+    Architecture("axk2", "A.X-K2", False, False, "one", note=_SPARSE),
+    Architecture("bailing_hybrid", "Ling-2.5, Ring-2.5", False, True, "one", note="linear and latent attention"),
+    Architecture("beam", "beam", False, True, "one", note="sliding windows"),
+    Architecture("cohere2_moe", "Command A+", False, True, "one", note="sliding windows"),
+    Architecture("deepseek_v32", "DeepSeek-V3.2", False, False, "one", note=_SPARSE),
+    Architecture("deepseek_v4", "DeepSeek-V4", False, False, "one", _LIMIT, _SPARSE),
+    Architecture("exaone_moe", "K-EXAONE-236B-A23B", False, True, "one", note="sliding windows"),
+    Architecture("flex_olmo", "FlexOlmo-7x7B", True, True, "one"),
+    Architecture("flint", "flint", False, True, "one", note="sliding windows"),
+    Architecture("glm4_moe_lite", "GLM-4.7-Flash", False, True, "one", note="latent attention"),
+    Architecture("glm_moe_dsa", "GLM-5", False, False, "one", note=_SPARSE),
+    Architecture("granitemoe_swa", "granitemoe_swa", False, True, "fused", note="sliding windows"),
+    Architecture("granitemoehybrid", "Granite-4.0-H-Tiny, -Small", False, False, "fused",
+                 note="state-space layers"),
+    Architecture("granitemoeshared", "Granite MoE with shared experts", True, True, "fused"),
+    Architecture("hy_v3", "hy_v3", True, True, "one"),
+    Architecture("hy_v4", "hy_v4", False, False, "fused", _LIMIT, _SPARSE),
+    Architecture("inkling_text", "inkling (text part)", False, True, "fused", note="sliding windows"),
+    Architecture("inkling2_text", "inkling2 (text part)", False, True, "fused, interleaved",
+                 "softcap(gate) * sigmoid(gate) * softcap(up), 4 and 25", "sliding windows"),
+    Architecture("kolibri1", "kolibri1", False, True, "one", note="sliding windows"),
+    Architecture("laguna", "laguna", False, True, "one", note="sliding windows"),
+    Architecture("mellum", "mellum", False, True, "one", note="sliding windows"),
+    Architecture("mimo_v2_flash", "MiMo-V2-Flash", False, True, "one", note="sinks and sliding windows"),
+    Architecture("minimax_m3_vl_text", "MiniMax-M3 (text part)", False, True, "fused", _CLAMPED,
+                 "sparse attention"),
+    Architecture("solar_open", "Solar-Open-100B", True, True, "one"),
+    Architecture("zaya", "ZAYA1", False, False, "fused", note="compressed convolutional attention"),
 )  # fmt: skip
 
 QUANTISED: tuple[Architecture, ...] = (

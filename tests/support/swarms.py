@@ -51,9 +51,13 @@ class Wire:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._is_cut:
-            writer.transport.abort()
+            await _abort(writer)
             return
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        try:
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        except OSError:
+            await _abort(writer)
+            return
         both = {writer, there_writer}
         self._connections |= both
         pumps = [
@@ -63,9 +67,9 @@ class Wire:
         self._tasks |= set(pumps)
         await asyncio.wait(pumps)
         self._tasks -= set(pumps)
-        self._connections -= both
         for each in both:
-            each.transport.abort()
+            await _abort(each)
+        self._connections -= both
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray | None
@@ -102,8 +106,14 @@ class Wire:
         self.thaw()
         self._server.close()
         self.cut()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await until(lambda: not self._connections, what="the end of all connections")
+
+
+async def _abort(writer: asyncio.StreamWriter) -> None:
+    """End a connection at once, and see it closed."""
+    writer.transport.abort()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
 class RunningNode:
@@ -155,6 +165,7 @@ class RunningSwarm:
             reserve_bytes=0,
             nice=0,
             hub=False,
+            direct=False,  # only what goes through the wire can be cut
         )
         node = RunningNode(replace(config, **settings), wire)
         self.nodes.append(node)
