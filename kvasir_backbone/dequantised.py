@@ -49,7 +49,8 @@ def _compressed(feed: Feed, quantizer: Any) -> Iterator[Dequantised]:
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
     scheme_of: Any = get_experts_scheme
-    arguments = scheme_of(quantizer.compressor.quantization_config).weights
+    own = feed.converter.operations[0].scheme  # where attention and experts are quantised differently
+    arguments = (own or scheme_of(quantizer.compressor.quantization_config)).weights
     by_pattern = {slot.pattern: slot for slot in feed.slots}
     for slot in feed.slots:
         pattern = slot.pattern or ""

@@ -85,10 +85,6 @@ class Directory:
             assignment = replace(holding.assignment, **changes)  # type: ignore[arg-type]
             self._holdings[lease] = replace(holding, assignment=assignment)
 
-    def drop(self, lease: bytes) -> Holding | None:
-        """Forget a lease that this backbone had revoked, before its change arrives."""
-        return self._holdings.pop(lease, None)
-
     def _put(self, assignment: Assignment) -> set[PublicKey]:
         known = self._holdings.get(assignment.lease)
         if known is not None and known.assignment == assignment:
@@ -132,10 +128,6 @@ class Directory:
     def leased_windows(self, device: PublicKey) -> frozenset[Window]:
         """The windows whose bytes the device may fetch."""
         return frozenset(holding.assignment.window for holding in self.of(device))
-
-    def claimed_windows(self) -> frozenset[Window]:
-        """Windows that someone has a claim on."""
-        return frozenset(holding.assignment.window for holding in self._holdings.values())
 
     def roster(self, connected: Collection[PublicKey], *, usable: Collection[PublicKey]) -> Roster:
         """The proven replicas for the planner.

@@ -119,8 +119,7 @@ class BackboneModel:
     ) -> BackboneModel:
         """Load the backbone of a checkpoint in `dtype` ("auto": as it is stored).
 
-        Routed experts are neither allocated nor read. Raises `ConfigError`, also for an architecture that
-        needs something transformers' default cache does not give.
+        Routed experts are neither allocated nor read. Raises `ConfigError`.
         """
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint.open(checkpoint)
@@ -146,10 +145,6 @@ class BackboneModel:
                 )
             except ImportError as error:
                 raise ConfigError(f"loading this checkpoint needs one more package: {error}") from None
-        if not model._supports_default_dynamic_cache():
-            raise ConfigError(
-                f"{checkpoint.skeleton.architecture} keeps a state that Kvasir cannot hold for it yet"
-            )
         return cls(model.eval(), checkpoint, name, dispatcher)
 
     @functools.cached_property

@@ -73,7 +73,9 @@ class Operator:
 
     def _has_token(self, request: web.Request) -> bool:
         offered = request.headers.get("Authorization", "")
-        return hmac.compare_digest(offered.encode("utf-8", "surrogateescape"), f"Bearer {self._token}".encode("ascii"))
+        return hmac.compare_digest(
+            offered.encode("utf-8", "surrogateescape"), f"Bearer {self._token}".encode("ascii")
+        )
 
     # --- for anyone ----------------------------------------------------------------------------------
 

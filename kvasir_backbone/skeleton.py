@@ -71,7 +71,8 @@ def build_skeleton(path: Path) -> Skeleton:
     """Build the model of that folder on the meta device.
 
     Raises `ConfigError` for an architecture that transformers does not know, one without routed experts,
-    one whose experts do not go through the experts interface, and a quantisation without a recipe.
+    one whose experts do not go through the experts interface, one whose state does not fit transformers'
+    default cache, and a quantisation without a recipe.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -95,6 +96,11 @@ def build_skeleton(path: Path) -> Skeleton:
     experts = find_experts(model)
     if not experts:
         raise _no_experts(model, config)
+    if not model._supports_default_dynamic_cache():
+        raise ConfigError(
+            f"{type(model).__name__} ({config.model_type}) keeps a state of its own beside "
+            "transformers' cache, which Kvasir cannot hold for it yet"
+        )
     return Skeleton(config, model, experts, _quantizer(config, model), type(model).__name__)
 
 

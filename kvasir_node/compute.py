@@ -80,6 +80,12 @@ class Job:
         """Nobody waits for this any more."""
         self.work.cancelled = True
 
+    def release(self) -> None:
+        """Nothing more is done with it. Job and work refer to each other: what they hold, a whole window
+        with it, would otherwise wait for the garbage collector.
+        """
+        del self.work
+
     # The rest runs in the compute thread.
 
     def prepare(self) -> None:
@@ -191,6 +197,7 @@ class Compute:
                     self._step(step)
                     if self._rest_s is not None and (rest := self._rest_s()) > 0:
                         time.sleep(rest)
+                del step  # while this thread waits it keeps no window alive
 
     def _absorb(self) -> bool:
         """Take in every job that waits; blocks while there is nothing to do. False: stop."""
@@ -203,6 +210,7 @@ class Compute:
                 return False
             if self._guarded((job,), job.prepare):
                 self._batcher.add(job.work)
+            del job
 
     def _step(self, run: Run[Job]) -> None:
         holding: Holding = run.key[0]  # type: ignore[assignment]

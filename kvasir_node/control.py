@@ -41,7 +41,9 @@ async def control_endpoint(
 
     def allowed(request: web.Request) -> None:
         offered = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(offered.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode("ascii")):
+        if not hmac.compare_digest(
+            offered.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode("ascii")
+        ):
             raise web.HTTPUnauthorized(text="the token is in control.json in the state folder")
 
     async def get_status(request: web.Request) -> web.Response:

@@ -273,6 +273,7 @@ class Node:
                 group.create_task(self._circuits.run()),
                 group.create_task(self._tenancy.heartbeats()),
                 group.create_task(self._acknowledge()),
+                group.create_task(self._listener.announce()),
             ]
             await stop.wait()
             claiming.cancel()

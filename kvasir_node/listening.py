@@ -25,7 +25,7 @@ from relay import discovery
 from relay.channel import Channel
 from relay.circuit import Rules
 from relay.direct import DirectListener
-from relay.errors import ConfigError
+from relay.errors import ConfigError, KvasirError
 from relay.guard import ListenerGuard
 from relay.identity import PublicKey
 
@@ -39,8 +39,8 @@ MAX_ADDRESSES: Final = 8
 RULES: Final = Rules(connections=256, address_connections=32)
 """Connections to the listener, in all and from one address."""
 
-ANNOUNCE_S: Final = 5.0
-"""How long the announcement on the LAN may take to begin or end."""
+LOOK_S: Final = 10.0
+"""How often the announcement is compared with the addresses that there are."""
 
 
 class Listener:
@@ -82,7 +82,6 @@ class Listener:
             log.warning("listener.unavailable", reason=str(error))
             return self
         log.info("listener.opened", port=self.port, addresses=self.addresses())
-        await self._announce()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -129,19 +128,25 @@ class Listener:
                 return _bound("::", 0)
         return _bound("0.0.0.0", 0)
 
-    async def _announce(self) -> None:
-        """Say on the LAN where this node is, where `zeroconf` is installed and there is a LAN."""
-        near = [text for text in self._own() if not ip_address(text).is_loopback]
-        if self._local or not near or not discovery.available():
+    async def announce(self) -> None:
+        """Say on the LAN where this node is, until cancelled; again whenever its addresses have changed.
+
+        Needs `zeroconf`, a listener and a LAN; returns at once where one of them is not there.
+        """
+        if self._local or not self.port or not discovery.available():
             return
-        announcer = discovery.Announcer(self._key, self.port, near)
-        try:
-            async with asyncio.timeout(ANNOUNCE_S):
-                await announcer.__aenter__()
-        except (OSError, TimeoutError) as error:
-            log.warning("discovery.unavailable", reason=str(error) or "it took too long")
-            return
-        self._stack.push_async_exit(announcer)
+        while True:
+            near = self._near()
+            try:
+                async with discovery.Announcer(self._key, self.port, near):
+                    while self._near() == near:  # noqa: ASYNC110 - no event tells of interfaces
+                        await asyncio.sleep(LOOK_S)
+            except (KvasirError, OSError) as error:
+                log.warning("discovery.unavailable", reason=str(error))
+                return
+
+    def _near(self) -> list[str]:
+        return [text for text in self._own() if not ip_address(text).is_loopback]
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Executor
@@ -101,6 +103,10 @@ class Loader:
         if plan_id not in self._plans:
             _, self._plans[plan_id] = await self._market.plan(plan_id)
         return self._plans[plan_id]
+
+    def trim(self) -> None:
+        """A window was let go: off the loop, give its memory back to the system."""
+        self._compute.submit(trim_memory)
 
     def keep(self, plans: Set[PlanId]) -> None:
         """Forget every plan but these: a node outlives many."""
@@ -261,6 +267,14 @@ class Loader:
 
     def _sign(self, method: str, url: URL) -> dict[str, str]:
         return sign_request(self._key, method, url.raw_path_qs, now=time.time())
+
+
+def trim_memory() -> None:
+    """Give memory that was let go back to the system, where the C library keeps it (glibc). Blocks."""
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

@@ -251,13 +251,13 @@ class ExpertServer:
             self._idle.set()
         if isinstance(outcome, Refused):
             self._refuse(peer, call, outcome)
-            return
-        if outcome is None:  # its session is gone
+        elif outcome is None:  # its session is gone
             log.debug("call.served", outcome="cancelled", call=call.id, layer=call.layer)
-            return
-        peer.put(outcome)
-        self._service_s += 0.1 * (outcome.service_us * 1e-6 - self._service_s)
-        self._count(job, outcome)
+        else:
+            peer.put(outcome)
+            self._service_s += 0.1 * (outcome.service_us * 1e-6 - self._service_s)
+            self._count(job, outcome)
+        job.release()
 
     def _count(self, job: Job, reply: Reply) -> None:
         call, ids = job.call, job.call.id_count

@@ -227,6 +227,7 @@ class Tenancy:
         if held.loaded is not None:
             held.loaded.close()
             held.loaded = None
+            self._loader().trim()
 
     # --- heartbeats ---
 

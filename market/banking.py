@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy import func, insert, select, update
 
 from relay.errors import IdentityError, Refused
-from relay.identity import Certificate, PublicKey, SignedDocument, address_of, parse_address, unpack_canonical
+from relay.identity import Certificate, PublicKey, SignedDocument, address_of, unpack_canonical
 
 from . import ledger
 from . import messages as m
@@ -262,11 +262,3 @@ def credit_table(session: Session) -> m.CreditTable:
         entries=session.value(select(func.count()).select_from(t.ledger_entries)),
         wallets=tuple(statement(session, PublicKey(row.wallet)) for row in rows),
     )
-
-
-def wallet_of(address: str) -> PublicKey:
-    """The wallet behind an address. Raises `Refused` (bad_request)."""
-    try:
-        return parse_address(address)
-    except IdentityError as error:
-        raise Refused("bad_request", str(error)) from None

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from urllib.parse import urlsplit
 
 import aiohttp
 import structlog
@@ -109,8 +108,7 @@ class MarketLink:
     def _signed(self, path: str, body: bytes, certificate: Certificate, key: SigningKey) -> dict[str, str]:
         """The headers of a signed market request: see docs/protocol.md, section 2."""
         moment, nonce = str(int(time.time())), _encode(secrets.token_bytes(16))
-        target = urlsplit(self._url).path + path
-        lines = ("POST", target, hashlib.sha256(body).hexdigest(), moment, nonce)
+        lines = ("POST", path, hashlib.sha256(body).hexdigest(), moment, nonce)
         signature = key.sign(pre_authentication("http-request", "\n".join(lines).encode()))
         return {
             "Content-Type": "application/json",

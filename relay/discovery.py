@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from .errors import ConfigError, KvasirError
+from .errors import ConfigError, KvasirError, Unreachable
 from .identity import PublicKey, address_of, parse_address
 
 SERVICE: Final = "_kvasir._tcp.local."
@@ -39,7 +39,8 @@ def available() -> bool:
 class Announcer:
     """An asynchronous context in which this device is announced on the LAN.
 
-    `addresses` are the IP addresses it listens on; raises `ConfigError` without `zeroconf`.
+    `addresses` are the IP addresses it listens on. Raises `ConfigError` without `zeroconf`, `Unreachable` on
+    entering if the LAN's other devices object.
     """
 
     def __init__(self, key: PublicKey, port: int, addresses: Iterable[str]) -> None:
@@ -58,7 +59,13 @@ class Announcer:
     async def __aenter__(self) -> Announcer:
         module = importlib.import_module("zeroconf.asyncio")
         self._zeroconf = module.AsyncZeroconf()
-        await (await self._zeroconf.async_register_service(self._info))
+        try:
+            await (await self._zeroconf.async_register_service(self._info))
+        except BaseException as error:
+            await self._zeroconf.async_close()
+            if isinstance(error, _zeroconf().Error):
+                raise Unreachable(f"this device cannot be announced on the LAN: {error!r}") from None
+            raise
         return self
 
     async def __aexit__(
@@ -121,7 +128,7 @@ class Finder:
     def _learn(self, name: str, info: Any) -> None:
         try:
             device = parse_address((info.decoded_properties.get("key") or "").strip())
-        except KvasirError:
+        except (KvasirError, ValueError):  # no address, or no text
             return
         if len(self._found) >= MAX_DEVICES and device not in self._found:
             return

@@ -56,7 +56,11 @@ def configure(*, json: bool | None = None, level: str = "info", file: str | Path
     rendering: list[Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        else [  # the default traceback prints local variables: keys, and what people wrote
+            structlog.dev.ConsoleRenderer(
+                colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     )
     structlog.configure(
         processors=[*shared, *rendering],

@@ -204,7 +204,7 @@ async def _download(target: Path, url: str, plan: Plan, hashes: list[bytes]) -> 
 class _Server:
     """Gives ranges, and calls `kill` once `limit` bytes were sent to the current process."""
 
-    files: list[bytes]
+    files: list[bytes] = field(repr=False)
     url: str = ""
     sent: int = 0
     limit: int = 0

@@ -132,15 +132,15 @@ def idle_memory(count: int = IDLE) -> dict[str, object]:
         url = f"http://127.0.0.1:{relay.hear()}"
         idle = stack.enter_context(Role("idle", seed, url, count))
         idle.hear()
-        before = _resident(relay.pid)
+        before = resident(relay.pid)
         circuits = idle.hear()
-        after = _resident(relay.pid)
+        after = resident(relay.pid)
         relay_rss = round(after / 1e6, 1)
     assert circuits == count
     return {"idle_circuit_kb": round((after - before) / count / 1024, 1), "idle_relay_rss_mb": relay_rss}
 
 
-def _resident(pid: int) -> int:
+def resident(pid: int) -> int:
     """Bytes resident of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

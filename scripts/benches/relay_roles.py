@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import resource
+import statistics
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
 import aiohttp
@@ -379,8 +382,74 @@ async def _all_back(clients: list[RelayClient]) -> float:
     return time.time()
 
 
+# --- a long time ---
+
+
+async def steady(swarm: Swarm, url: str, port: str, seconds: str) -> None:
+    """Round trips through one circuit over those through the proxy, a figure every second; then null."""
+    bare = _Plain(*await asyncio.open_connection("127.0.0.1", int(port), limit=1 << 18))
+    end = time.monotonic() + float(seconds)
+    async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
+        client = swarm.client(url, swarm.backbone.key, "backbone", http)
+        running = tasks.create_task(client.run())
+        await client.wait_connected(30.0)
+        target = swarm.device(0)
+        session = await swarm.connect(await client.open(target.key.public, timeout=10.0), target)
+        while time.monotonic() < end:
+            ratios = []
+            for _ in range(8):
+                proxied, relayed = await _round_trip(bare, 10), await _round_trip(session, 10)
+                ratios.append(relayed / proxied)
+            say(statistics.median(ratios))
+            await asyncio.sleep(min(1.0, float(seconds) / 60))
+        running.cancel()
+    say(None)
+
+
+async def churn(swarm: Swarm, url: str, seconds: str) -> None:
+    """Devices that come and go in every way there is, one after the other; how many, at the end."""
+    end, rng = time.monotonic() + float(seconds), random.Random(0)
+    counts: Counter[str] = Counter()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        held: deque[WebSocket] = deque()
+        while time.monotonic() < end:
+            counts["devices"] += 1
+            socket = await _bare_device(
+                swarm, url + "/relay/v1", swarm.device(1 + counts["devices"] % 500), http
+            )
+            way = rng.choice(("stay", "leave", "cut", "break", "freeze"))
+            counts[way] += 1
+            if way == "leave":
+                socket.close()
+            elif way == "cut":
+                socket.abort()
+            elif way == "break":
+                socket.write(rng.randbytes(40))
+            else:
+                held.append(socket)
+                if way == "freeze":
+                    socket.hold()
+            if len(held) > 100:
+                held.popleft().abort()
+            if counts["devices"] % 10 == 0:
+                await _stranger(url, http)
+            await asyncio.sleep(0.01)
+    say({"churned_" + way: number for way, number in sorted(counts.items())})
+
+
+async def _stranger(url: str, http: aiohttp.ClientSession) -> None:
+    """Somebody without a ticket."""
+    socket = await dial(http, url + "/relay/v1", max_bytes=MAX_FRAME)
+    socket.write(encode(FrameType.AUTH, 0, b"let me in"))
+    try:
+        while True:
+            await socket.receive()
+    except KvasirError:
+        socket.close()
+
+
 ROLES: dict[str, Callable[..., Awaitable[None]]] = {
-    role.__name__: role for role in (relay, proxy, plain, device, near, idle, frozen, crowd)
+    role.__name__: role for role in (relay, proxy, plain, device, near, idle, frozen, crowd, steady, churn)
 }
 
 

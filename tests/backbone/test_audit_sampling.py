@@ -122,6 +122,22 @@ def test_bytes_that_are_gone_skip_the_audit_and_blame_nobody() -> None:
     assert bench.auditor.stats.audited == 0
 
 
+def test_a_bug_in_an_audit_costs_that_audit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+
+    def broken(*_: object) -> float:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(auditing, "judge_sample", broken)
+        for number in range(2 * auditing.MAX_QUEUED):
+            bench.offer(name=f"d{number}")
+            bench.auditor._thread.submit(lambda: None).result(timeout=10)
+    bench.offer()
+    bench.settle()
+    assert (bench.auditor.stats.audited, bench.auditor.stats.dropped) == (1, 0)
+
+
 def test_a_rejected_reply_is_judged_like_an_audited_one() -> None:
     bench = Bench()
     bench.auditor.rejected(replica(WINDOWS, 0, "a"), 1.0)

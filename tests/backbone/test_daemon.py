@@ -155,6 +155,12 @@ async def test_the_operators_answers_need_the_machine_or_the_token_and_commands_
         assert await _status(swarm.http, "POST", f"{url}/drain", {}) == 403
         wrong = {"Authorization": "Bearer wrong"}
         assert await _status(swarm.http, "POST", f"{url}/drain", wrong) == 403
+        reader, writer = await asyncio.open_connection("127.0.0.1", swarm.backbone.port)
+        writer.write(b"POST /backbone/v1/drain HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert b" 403 " in await reader.readline()
+        writer.close()
+        async with swarm.http.post(f"{url}/drain", headers=token, data=b"{") as response:
+            assert response.status == 400
         assert not swarm.backbone.stop.is_set()
         assert await _status(swarm.http, "POST", f"{url}/drain", token) == 200
         assert swarm.backbone.stop.is_set()

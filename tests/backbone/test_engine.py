@@ -15,6 +15,7 @@ from kvasir_backbone.bundled import bundled_model_path
 from kvasir_backbone.engine import Engine, EngineConfig, GenerationRequest
 from kvasir_backbone.equality import compare_greedy, stock_greedy
 from kvasir_backbone.model import BackboneModel
+from kvasir_backbone.scheduler import Scheduler, Step
 from kvasir_backbone.seam import Dispatcher, DispatchFailed
 from relay.errors import ConfigError, KvasirError, Refused
 from tests.support.dispatchers import Failing, Held
@@ -168,6 +169,21 @@ async def test_a_broken_step_fails_its_requests_and_the_engine_goes_on(bundled_m
             await collect(engine, [10, 11], 4)
         assert len(await collect(engine, [10, 11], 4)) == 4
     assert bundled_model.kv_bytes == 0
+
+
+async def test_a_step_thread_that_crashes_leaves_nobody_waiting(
+    bundled_model: BackboneModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Scheduler) -> Step:
+        raise RuntimeError("a bug in the scheduler")
+
+    async with Engine(bundled_model) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "schedule", broken)
+            with pytest.raises(KvasirError, match="a bug in the scheduler"):
+                await collect(engine, [10, 11], 4)
+        with pytest.raises(Refused):
+            engine.submit(GenerationRequest([10], 4))
 
 
 async def _text(generation: Any) -> list[int]:

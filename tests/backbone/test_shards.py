@@ -46,6 +46,11 @@ def test_an_index_decides_which_files_count(tmp_path: Path) -> None:
         ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 2, 6)}, bytes(6), "overlaps"),
         ({"a": entry("F32", [-1], 0, 4)}, bytes(4), "negative"),
         ({"a": entry("F32", [1], 4, 0)}, bytes(4), "bytes"),
+        ({"a": entry("F32", [2], 0, 8) | {"shape": [2.0]}}, bytes(8), "whole numbers"),
+        ({"a": entry("F32", [1], 0, 4) | {"data_offsets": [False, 4]}}, bytes(4), "whole numbers"),
+        ({"a": entry("F32", [1], 0, 4) | {"dtype": 32}}, bytes(4), "whole numbers"),
+        ({"a": entry("F32", [2**62, 2**62], 0, 4)}, bytes(4), "claims 4 bytes"),
+        ({"a": entry("F32", [1], 0, 1 << 70) | {"shape": [1 << 68]}}, bytes(4), "outside the file"),
         ({"a": {"dtype": "F32"}}, b"", "malformed"),
         ({"a": 7}, b"", "malformed"),
     ],
@@ -69,6 +74,16 @@ def test_truncated_and_oversized_headers_are_refused(tmp_path: Path, content: by
 def test_a_header_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"not json")
     with pytest.raises(ConfigError, match="malformed"):
+        Shards.open(tmp_path)
+
+
+def test_a_header_nested_without_end_is_refused(tmp_path: Path) -> None:
+    text = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ConfigError, match="malformed"):
+        Shards.open(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(ConfigError, match="not a safetensors index"):
         Shards.open(tmp_path)
 
 

@@ -69,6 +69,19 @@ def test_exceptions_are_written_out(tmp_path: Path) -> None:
     assert "ValueError: broken" in str(line["exception"])
 
 
+def test_no_traceback_shows_what_variables_held(capsys: pytest.CaptureFixture[str]) -> None:
+    for as_json in (False, True):
+        logs.configure(json=as_json)
+        try:
+            prompt = "a " + "secret"
+            raise ValueError(f"broken after {len(prompt)} characters")
+        except ValueError:
+            structlog.get_logger("relay").exception("peer.crashed")
+        shown = capsys.readouterr().err
+        assert "broken after 8 characters" in shown
+        assert "a secret" not in shown
+
+
 def test_an_unknown_level_is_no_level() -> None:
     with pytest.raises(KeyError):
         logs.configure(level="loud")

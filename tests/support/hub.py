@@ -44,7 +44,7 @@ class FakeHub:
     file, `ranges` lists what was asked of it.
     """
 
-    files: dict[str, bytes]
+    files: dict[str, bytes] = field(repr=False)
     repository: str = REPOSITORY
     commit: str = COMMIT
     token: str | None = None

@@ -127,6 +127,7 @@ async def device(seed: str, url: str) -> None:
         tasks.create_task(client.run())
         await stack.enter_async_context(Announcer(own.key.public, DEVICE_PORT, own_addresses()))
         say("announced", addresses=own_addresses())
+        await asyncio.Event().wait()
 
 
 class Calls:

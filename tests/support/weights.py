@@ -85,7 +85,7 @@ class Ask:
     file: int
     start: int
     end: int
-    data: bytes
+    data: bytes = field(repr=False)
     size: int
 
     def headers(self, **changes: str) -> dict[str, str]:
@@ -101,7 +101,7 @@ class Ask:
 class RangeServer:
     """Serves ranges of `files` by number or by name; `misbehave` may answer in its place."""
 
-    files: list[bytes]
+    files: list[bytes] = field(repr=False)
     misbehave: Misbehaviour | None = None
     asked: list[tuple[int, int, int]] = field(default_factory=list)
     served_bytes: int = 0
