@@ -177,18 +177,20 @@ class _Daemon:
         _log.info("port.opened", url=backbone.url, port=self.port, join=backbone.join)
         if on_open is not None:
             on_open(backbone)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(backbone.market.run()),
-                tasks.create_task(self._keep_certificates()),
-                tasks.create_task(self._serve(http)),
-            ]
-            await backbone.stop.wait()
-            await self._drain()
-            for task in running:
-                task.cancel()
-        if backbone.swarm is not None:
-            await backbone.swarm.close()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(backbone.market.run()),
+                    tasks.create_task(self._keep_certificates()),
+                    tasks.create_task(self._serve(http)),
+                ]
+                await backbone.stop.wait()
+                await self._drain()
+                for task in running:
+                    task.cancel()
+        finally:
+            if backbone.swarm is not None:
+                await backbone.swarm.close()
 
     def _keep_checkpoint(self, checkpoint: Checkpoint) -> None:
         """From the planning thread, at once: it is closed even if the daemon ends while it plans."""

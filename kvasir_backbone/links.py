@@ -440,10 +440,9 @@ class DeviceLink:
                 case ReceiptAck(ack):
                     self._on_ack(ack)
                 case Draining(reason):
-                    self.draining = True
-                    self._on_draining(reason)
-                case Notice(code, text):
-                    _log.info("notice.received", device=address_of(self.device), code=code, reason=text)
+                    if not self.draining:
+                        self.draining = True
+                        self._on_draining(reason)
                 case _:
                     raise RemoteProtocolError(f"a device does not send {type(message).__name__}")
 

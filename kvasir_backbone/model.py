@@ -57,6 +57,9 @@ CHUNKED_TYPES: Final = PACKED_TYPES | {
 compute a prompt in one piece: transformers' state-space layers lose their state between chunks, and a sparse
 attention's indexer (deepseek_v32 and its like) chooses other positions."""
 
+_NO_KV: Final = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})
+"""Kinds of layers that keep nothing for each position."""
+
 _FIXED_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that depend on a row's own position only."""
 
@@ -324,19 +327,16 @@ def kv_token_bytes(text: Any, item_bytes: int) -> int:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = list(getattr(text, "per_layer_config", None) or [text] * len(kinds))
     elements = sum(
-        _kv_elements(layer)
-        for layer, kind in zip(layers, kinds, strict=True)
-        if "attention" in kind and "linear" not in kind
+        _kv_elements(layer) for layer, kind in zip(layers, kinds, strict=True) if kind not in _NO_KV
     )
     return max(1, elements * item_bytes)
 
 
 def _kv_elements(layer: Any) -> int:
     """Elements of the key and value of one position in one attention layer of this configuration."""
-    if getattr(layer, "kv_lora_rank", None):  # latent attention, which transformers caches expanded
-        return int(
-            layer.num_attention_heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim)
-        )
+    if getattr(layer, "kv_lora_rank", None):  # latent attention: the latent and its rotary part are kept
+        indexer = getattr(layer, "index_head_dim", None) or 0
+        return int(layer.kv_lora_rank + layer.qk_rope_head_dim + indexer)
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
     return int(2 * heads * head_dim)
@@ -352,10 +352,10 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Bytes of the tensors in one of transformers' caches."""
-    return sum(
-        value.nbytes for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)
-    )
+    """Bytes of the tensors in one of transformers' caches; states of recurrent layers lie in dictionaries."""
+    kept = [value for layer in cache.layers for value in vars(layer).values()]
+    kept += [state for value in kept if isinstance(value, dict) for state in value.values()]
+    return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
 
 @contextlib.contextmanager

@@ -220,7 +220,9 @@ def metrics_text(swarm: Swarm | None, engine: EngineStats | None, meters: Meters
             ("kvasir_violations_total", "", swarm.auditor.stats.violations),
         ]
         paths = [link.path for link in swarm.links().values()]
-        lines += [("kvasir_sessions", f'{{path="{path}"}}', paths.count(path)) for path in ("relay", "direct")]
+        lines += [
+            ("kvasir_sessions", f'{{path="{path}"}}', paths.count(path)) for path in ("relay", "direct")
+        ]
         lines += [
             ("kvasir_call_outcomes_total", f'{{outcome="{name}"}}', count)
             for name, count in sorted(stats.outcomes.items())

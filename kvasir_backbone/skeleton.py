@@ -84,9 +84,11 @@ def build_skeleton(path: Path) -> Skeleton:
             own = copy.deepcopy(config)  # from_config writes the dtype into what it is given
             model = auto.from_config(own, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
+        detail = str(error).partition("\n")[0]
+        why = "" if detail.startswith("Unrecognized configuration class") else f" ({detail:.200})"
         raise ConfigError(
             f"{config.model_type}: transformers has no causal language model of this type, so Kvasir cannot "
-            f"serve it ({str(error).splitlines()[0]:.200})"
+            f"serve it{why}"
         ) from None
     except (AttributeError, ImportError, KeyError, RuntimeError, TypeError) as error:
         raise ConfigError(

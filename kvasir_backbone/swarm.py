@@ -134,6 +134,7 @@ class Swarm:
         self._links: dict[PublicKey, DeviceLink] = {}
         self._tasks: dict[PublicKey, asyncio.Task[None]] = {}
         self._wakes: dict[PublicKey, asyncio.Event] = {}
+        self._acks: dict[PublicKey, bytes] = {}
         self._starts: dict[PublicKey, int] = {}
         self._relays: dict[str, RelayClient] = {}
         self._addresses: dict[PublicKey, tuple[str, ...]] = {}
@@ -520,14 +521,22 @@ class Swarm:
             link.send_receipt(receipt)
 
     def _on_ack(self, device: PublicKey, ack: bytes) -> None:
+        """One is taken in at a time, and the newest waits: it covers those before it."""
         assert self._group is not None
-        self._group.create_task(self._acknowledge(device, ack))
+        busy = device in self._acks
+        self._acks[device] = ack
+        if not busy:
+            self._group.create_task(self._acknowledge(device))
 
-    async def _acknowledge(self, device: PublicKey, ack: bytes) -> None:
-        try:
-            await self.bookkeeper.acknowledge(device, ack)
-        except KvasirError as error:
-            _log.warning("receipt.not_acknowledged", device=address_of(device), reason=str(error))
+    async def _acknowledge(self, device: PublicKey) -> None:
+        ack = None
+        while ack is not self._acks[device]:
+            ack = self._acks[device]
+            try:
+                await self.bookkeeper.acknowledge(device, ack)
+            except KvasirError as error:
+                _log.warning("receipt.not_acknowledged", device=address_of(device), reason=str(error))
+        del self._acks[device]
 
     def _on_draining(self, device: PublicKey, reason: str) -> None:
         assert self._group is not None

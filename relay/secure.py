@@ -42,6 +42,7 @@ class SecureSession:
         self.bytes_received = 0
         self.outcome: Outcome | None = None
         self._core = core
+        self._loop = asyncio.get_running_loop()
         self._sending = asyncio.Lock()
         self._ready: deque[tuple[bytes, int]] = deque()  # messages, and what their packets cost the window
         self._cost = 0  # of packets that have made no message yet
@@ -263,7 +264,7 @@ class SecureSession:
     async def _wait(self) -> None:
         """Return once something has arrived."""
         assert self._waiter is None, "a session has one reader"
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:

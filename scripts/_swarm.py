@@ -48,6 +48,7 @@ class LocalSwarm:
         for name in self.names:
             command = [venv_command("kvasir-node"), "run", join, "--name", name, "--json-logs"]
             command += ["--state-dir", str(self.folder / name), "--precision", "stored"]
+            command += ["--on-battery", "--on-metered"]  # whoever starts this wants to see it now
             command += [] if budget is None else ["--budget", str(budget)]
             command += ["--no-direct"] if self.relay_only else []
             self.children.start(name, command, ENVIRONMENT)

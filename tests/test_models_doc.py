@@ -1,4 +1,4 @@
-"""docs/models.md is what its script writes now, and the real models in it have the sizes that are published."""
+"""docs/models.md is what its script writes now, and real models in it have the sizes that are published."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from relay.wire import WebSocket, dial
 
 from .relay_swarm import Device, Swarm, quiet, serve_relay, until_stdin_closes
 
-SMALL, LARGE = 6 * 1024, 48 * 1024
+SMALL, LARGE, BURST = 6 * 1024, 48 * 1024, 64
 ECHO, SINK, LAST = b"E", b"S", b"L"  # the first byte of a message: answer it, drop it, drop it and say so
 WIDE = RelayConfig(address_connections=20_000, drain_s=0.5)
 
@@ -189,25 +189,28 @@ class _Plain:
 
 
 async def _round_trip(link: _Plain | SecureSession, times: int) -> float:
-    """Seconds a round trip of a small message, the mean of `times`."""
-    message = ECHO + os.urandom(SMALL - 1)
-    started = time.perf_counter()
+    """Seconds a round trip of a small message: the median of `times`, so that a busy machine shows less."""
+    message, taken = ECHO + os.urandom(SMALL - 1), []
     for _ in range(times):
+        started = time.perf_counter()
         await link.send(message)
         await link.receive()
-    return (time.perf_counter() - started) / times
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
 
 
 async def _goodput(link: _Plain | SecureSession, times: int) -> float:
-    """Bytes a second of `times` large messages one way, until the far end has them all."""
+    """Bytes a second of large messages one way, the median of `times` bursts of 3 MiB."""
     body = os.urandom(LARGE - 1)
-    sink, last = SINK + body, LAST + body
-    started = time.perf_counter()
-    for _ in range(times - 1):
-        await link.send(sink)
-    await link.send(last)
-    await link.receive()
-    return times * LARGE / (time.perf_counter() - started)
+    sink, last, rates = SINK + body, LAST + body, []
+    for _ in range(times):
+        started = time.perf_counter()
+        for _ in range(BURST - 1):
+            await link.send(sink)
+        await link.send(last)
+        await link.receive()
+        rates.append(BURST * LARGE / (time.perf_counter() - started))
+    return statistics.median(rates)
 
 
 async def near(swarm: Swarm, url: str, port: str, pairs: str) -> None:
@@ -226,7 +229,7 @@ async def near(swarm: Swarm, url: str, port: str, pairs: str) -> None:
         for number in range(-1, int(pairs)):  # the first round warms up
             links: list[tuple[str, _Plain | SecureSession]] = [("proxy", bare), ("relay", session)]
             for name, link in links if number % 2 else links[::-1]:
-                rtt, goodput = await _round_trip(link, 200), await _goodput(link, 300)
+                rtt, goodput = await _round_trip(link, 200), await _goodput(link, 7)
                 if number >= 0:
                     found[f"rtt_{name}"].append(rtt)
                     found[f"goodput_{name}"].append(goodput)

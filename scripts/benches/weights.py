@@ -4,7 +4,8 @@ A checkpoint of random weights is made in a temporary folder and served, in a pr
 backbone's weights endpoint. Then in turn, three times each, best of three: curl fetches the window's ranges
 from that endpoint into files and sha256sum hashes them; a node's client fetches the window, verifies every
 chunk and maps it. The node's process then loads the experts, as stored, for its peak memory; started again,
-it must transfer nothing. Last, the plan of a checkpoint of 100 GB (sparse files) is made and signed.
+it must transfer nothing. Last, the plan of a checkpoint of 100 GB (sparse files) is made and signed, twice;
+the quicker one counts.
 
 Run as a module with a role (`python -m benches.weights fetch FOLDER URL`) it is that process.
 """
@@ -40,6 +41,7 @@ SHAPE = Shape(layers=4, expert_width=640)
 """256 experts of 3.9 MB: one window of 1.007 GB."""
 
 ROUNDS = 3
+PLANS = 2
 SHARE_OF_CURL = 0.8
 ALLOWANCE_MB = 350.0
 PLAN_S = 20.0
@@ -67,7 +69,8 @@ def run(work_dir: Path | None) -> Report:
         imports = in_child("weights", "imports")
         shutil.rmtree(folder)
         in_child("sparse", str(folder / "sparse"))
-        planned = in_child("weights", "plan", str(folder / "sparse"))
+        plans = [in_child("weights", "plan", str(folder / "sparse")) for _ in range(PLANS)]
+        planned = min(plans, key=lambda one: float(one["seconds"]))
         plan_imports = in_child("memory", "imports")
     return _report(curls, [*fetches, warm], warm_bytes, imports, planned, plan_imports)
 

@@ -66,11 +66,12 @@ def _is_as_the_entry_says(plan: Plan, entry: Architecture) -> None:
     for word in ("fp8", "mxfp4", "int4"):
         assert (word in entry.stored) == any(word in op for op in ops)
     assert ("no gate" in entry.gate) == ("gate" not in roles)
+    assert plan.width == (32 if "narrower" in entry.note else 64)
 
 
 async def _same_logits(model: BackboneModel, stock: Any) -> None:
     """A prompt, then token after token, against stock that computes the same pieces with its own cache."""
-    start, cache = 0, None
+    start, cache, kept = 0, None, list[int]()
     for step, tokens in enumerate((PROMPTS[1], [9], [250], [31])):
         with torch.no_grad():
             expected = stock(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
@@ -81,6 +82,8 @@ async def _same_logits(model: BackboneModel, stock: Any) -> None:
         difference = (torch.from_numpy(result.logits[1]) - expected.logits[0, -1].float()).abs().max()
         assert float(difference) <= LOGIT_GAP
         start = segment.end
+        kept.append(model.kv_bytes)
+    assert 0 < kept[0] <= kept[-1] <= kept[0] + 3 * model.kv_token_bytes
     model.forget(1)
 
 

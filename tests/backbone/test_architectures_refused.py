@@ -61,7 +61,7 @@ def test_every_type_of_the_experts_interface_is_in_the_matrix_or_said_to_be_miss
         and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     }
     assert len(causal) > 50
-    known = {entry.name for entry in ARCHITECTURES} | set(UNTESTED) | {"minimax"}
+    known = {entry.model_type for entry in ARCHITECTURES} | set(UNTESTED) | {"minimax"}
     assert causal == known
     assert covered <= {
         model_type_to_module_name(name).removesuffix("_text") for name in {*known, *NOT_SERVED}

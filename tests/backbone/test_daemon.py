@@ -114,7 +114,7 @@ async def test_the_end_comes_in_the_stated_order_and_open_requests_finish(tmp_pa
             running = asyncio.create_task(swarm.complete("In the beginning", 64))
             engine = swarm.backbone.engine
             assert engine is not None
-            await until(lambda: engine.stats.generated_tokens > 2, what="some tokens")
+            await until(lambda: engine.stats.generated_tokens > 2, timeout=60, what="some tokens")
             swarm.backbone.stop.set()
             answer = await running
             assert answer["usage"]["completion_tokens"] == 64
@@ -132,9 +132,9 @@ async def test_requests_during_the_drain_are_refused(tmp_path: Path) -> None:
         running = asyncio.create_task(swarm.complete("In the beginning", 64))
         engine = swarm.backbone.engine
         assert engine is not None
-        await until(lambda: engine.stats.generated_tokens > 2, what="some tokens")
+        await until(lambda: engine.stats.generated_tokens > 2, timeout=60, what="some tokens")
         swarm.backbone.stop.set()
-        await until(lambda: swarm.backbone.phase == "draining", what="the drain")
+        await until(lambda: swarm.backbone.phase == "draining", timeout=60, what="the drain")
         body = {"model": "kvasir-tiny", "prompt": "x", "max_tokens": 1}
         async with swarm.http.post(f"{swarm.url}/v1/completions", json=body) as response:
             assert response.status == 503

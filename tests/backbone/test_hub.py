@@ -331,7 +331,7 @@ async def test_a_gated_model_says_where_to_accept(hub: FakeHub, tmp_path: Path) 
 
 
 async def test_a_busy_hub_is_asked_again_when_it_says(hub: FakeHub, tmp_path: Path) -> None:
-    refused = []
+    refused: list[str] = []
 
     async def storm(request: web.Request) -> web.StreamResponse | None:
         if len(refused) < 3:
@@ -464,7 +464,7 @@ async def test_many_ranges_come_in_order(hub: FakeHub, reader: HubReader) -> Non
 async def test_short_answers_and_lost_connections_are_asked_for_again(
     hub: FakeHub, reader: HubReader
 ) -> None:
-    broken = []
+    broken: list[str] = []
 
     async def cut(request: web.Request) -> web.StreamResponse | None:
         if len(broken) == 2:

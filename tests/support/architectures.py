@@ -38,9 +38,14 @@ class Architecture:
     note: str = ""
     save: Callable[[Path], Path] | None = None
 
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of its configuration."""
+        return self.name.partition(",")[0].partition(" ")[0]
+
     def checkpoint(self, folder: Path) -> Path:
         """A tiny random checkpoint of it in `folder`, saved as transformers stores that architecture."""
-        return (self.save or _saver(self.name))(folder)
+        return (self.save or _saver(self.model_type))(folder)
 
 
 def _saver(name: str) -> Callable[[Path], Path]:
@@ -226,8 +231,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("kimi_linear", "Kimi-Linear-48B-A3B", False, True, "one", note=_KDA),
     Architecture("lfm2_moe", "LFM2-8B-A1B", False, True, "one", note="short convolutions"),
     Architecture("jamba", "Jamba-1.5, Jamba-1.7", False, False, "one", note="state-space layers"),
-    Architecture("nemotron_h", "Nemotron-3-Nano-30B-A3B, -Super", False, False, "one", "relu(up)^2, no gate",
-                 "state-space layers; rows may be narrower than the hidden size"),
+    Architecture("nemotron_h", "Nemotron-3-Nano-30B-A3B", False, False, "one", "relu(up)^2, no gate",
+                 "state-space layers"),
+    Architecture("nemotron_h, latent", "Nemotron-3-Super-120B-A12B", False, False, "one",
+                 "relu(up)^2, no gate", "state-space layers; rows narrower than the hidden size",
+                 lambda folder: save_tiny(folder, "nemotron_h", moe_latent_size=32)),
     Architecture("afmoe", "Trinity-Mini", False, True, "one", note=_SLIDING),
     Architecture("aria_text", "Aria (text part)", True, True, "fused, transposed"),
     Architecture("axk1", "A.X-K1", False, True, "one", note="latent attention"),

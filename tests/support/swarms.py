@@ -214,7 +214,7 @@ class RunningSwarm:
         """Wait until the dispatcher has sent more than that many calls."""
         swarm = self.backbone.swarm
         assert swarm is not None
-        await until(lambda: swarm.dispatcher.stats.calls > more_than, what=f"{more_than} calls")
+        await until(lambda: swarm.dispatcher.stats.calls > more_than, timeout=60, what=f"{more_than} calls")
 
 
 @asynccontextmanager

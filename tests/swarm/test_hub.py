@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvasir_backbone.bundled import bundled_model_path
+from kvasir_backbone.config import BackboneConfig
+from kvasir_backbone.daemon import run as run_backbone
 from kvasir_backbone.hub import HubAccess, HubReference
 from tests.support.hub import COMMIT, REPOSITORY, FakeHub, hub_running
 from tests.support.swarms import running_swarm
@@ -69,3 +73,37 @@ async def test_a_hub_model_is_served_without_ever_being_whole_here(tmp_path: Pat
     assert bytes_below(kept) < sum(map(len, hub.large.values())) // 3
     store = {asked.authorization for asked in hub.asked if asked.path.startswith("/blobs/")}
     assert store == {None}
+
+
+@pytest.mark.parametrize("retry_after", ["3000", None])
+async def test_the_backbone_stops_at_once_while_it_waits_for_the_hub(
+    tmp_path: Path, hub: FakeHub, retry_after: str | None
+) -> None:
+    """A hub that is busy for an hour, and one that answers what it says of files but no range."""
+
+    async def trouble(request: web.Request) -> web.StreamResponse | None:
+        if retry_after is not None:
+            return web.Response(status=429, headers={"Retry-After": retry_after})
+        if "Range" in request.headers and request.path.endswith(".safetensors"):
+            await asyncio.Event().wait()
+        return None
+
+    hub.trouble = trouble
+    config = BackboneConfig(
+        hub=HubReference(REPOSITORY),
+        hub_access=HubAccess(hub.url, TOKEN),
+        port=0,
+        state_dir=tmp_path,
+    )
+    stop = asyncio.Event()
+    task = asyncio.create_task(run_backbone(config, stop=stop))
+
+    def waits() -> bool:
+        if task.done():
+            task.result()
+        return any(retry_after or asked.span for asked in hub.asked)
+
+    await until(waits, timeout=60, what="the backbone's first question")
+    stop.set()
+    async with asyncio.timeout(20):
+        await task

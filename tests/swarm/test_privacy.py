@@ -16,6 +16,9 @@ from kvasir_node.calls import Call, Notice, ReceiptMessage, References, decode
 from kvasir_node.serving import ExpertServer
 from tests.support.swarms import running_swarm
 
+pytestmark = pytest.mark.timeout(300)
+"""A swarm in one process needs seconds; on a busy machine minutes."""
+
 PROMPT = "And the king said unto Canary, son of Zephyr, "
 
 
