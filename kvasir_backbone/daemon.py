@@ -37,6 +37,7 @@ from market.server import Market
 from market.swarm import SwarmKeys
 from relay.config import RelayConfig
 from relay.errors import ConfigError, Refused, Unreachable
+from relay.guard import ListenerGuard, bounded_rules
 from relay.identity import SignedDocument
 from relay.links import JoinLink
 from relay.server import FixedMarket, Relay
@@ -168,8 +169,7 @@ class _Daemon:
         stack.callback(self.socket.close)
         await backbone.market.open()
         stack.push_async_callback(backbone.market.close)
-        runner = await self._open_port()
-        stack.push_async_callback(runner.cleanup)
+        await self._open_port(stack)
         http = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
         )
@@ -210,7 +210,7 @@ class _Daemon:
         if self.backbone.checkpoint is not None:
             self.backbone.checkpoint.close()
 
-    async def _open_port(self) -> web.AppRunner:
+    async def _open_port(self, stack: contextlib.AsyncExitStack) -> None:
         app = web.Application(client_max_size=MAX_BODY)
         self.backbone.market.attach(app)
         self.relay.attach(app)
@@ -220,8 +220,9 @@ class _Daemon:
         self.gateway.attach(app)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
-        await web.SockSite(runner, self.socket).start()
-        return runner
+        stack.push_async_callback(runner.cleanup)
+        server = await ListenerGuard(bounded_rules()).listen(runner, sock=self.socket)
+        stack.callback(server.close)
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
         endpoint = self.backbone.weights

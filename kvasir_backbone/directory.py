@@ -48,6 +48,7 @@ class Directory:
         self.windows = WindowMap(plan)
         self.revision = 0
         self._holdings: dict[bytes, Holding] = {}
+        self._by_device: dict[PublicKey, dict[bytes, Holding]] = {}
         self._next_ref: dict[PublicKey, int] = {}
 
     # --- updates -------------------------------------------------------------------------------------
@@ -55,7 +56,10 @@ class Directory:
     def replace_all(self, snapshot: Snapshot) -> Difference:
         """Take in a whole snapshot."""
         gone = self._holdings.keys() - {assignment.lease for assignment in snapshot.leases}
-        ended = {lease: (self._holdings.pop(lease), "no longer in the market's list") for lease in list(gone)}
+        taken = (self._take(lease) for lease in list(gone))
+        ended = {
+            holding.assignment.lease: (holding, "no longer in the market's list") for holding in taken if holding
+        }
         devices = {holding.device for holding, _ in ended.values()}
         for assignment in snapshot.leases:
             devices |= self._put(assignment)
@@ -73,7 +77,7 @@ class Directory:
         if change.assignment is not None:
             return Difference(frozenset(self._put(change.assignment)), {})
         assert change.ended is not None
-        holding = self._holdings.pop(change.ended.lease, None)
+        holding = self._take(change.ended.lease)
         if holding is None:
             return Difference(frozenset(), {})
         return Difference(frozenset({holding.device}), {change.ended.lease: (holding, change.ended.reason)})
@@ -83,7 +87,7 @@ class Directory:
         holding = self._holdings.get(lease)
         if holding is not None and holding.assignment.epoch == epoch:
             assignment = replace(holding.assignment, **changes)  # type: ignore[arg-type]
-            self._holdings[lease] = replace(holding, assignment=assignment)
+            self._keep(replace(holding, assignment=assignment))
 
     def _put(self, assignment: Assignment) -> set[PublicKey]:
         known = self._holdings.get(assignment.lease)
@@ -97,8 +101,25 @@ class Directory:
             while ref in used:
                 ref = (ref + 1) % 0x10000
             self._next_ref[assignment.device] = (ref + 1) % 0x10000
-        self._holdings[assignment.lease] = Holding(assignment, ref)
-        return {assignment.device}
+        self._keep(Holding(assignment, ref))
+        return {assignment.device} if known is None else {assignment.device, known.device}
+
+    def _keep(self, holding: Holding) -> None:
+        lease = holding.assignment.lease
+        if lease in self._holdings and self._holdings[lease].device != holding.device:
+            self._take(lease)
+        self._holdings[lease] = holding
+        self._by_device.setdefault(holding.device, {})[lease] = holding
+
+    def _take(self, lease: bytes) -> Holding | None:
+        """Take a claim out. A device's last one takes the number of its next reference with it."""
+        holding = self._holdings.pop(lease, None)
+        if holding is not None:
+            left = self._by_device[holding.device]
+            del left[lease]
+            if not left:
+                del self._by_device[holding.device], self._next_ref[holding.device]
+        return holding
 
     # --- answers -------------------------------------------------------------------------------------
 
@@ -118,12 +139,12 @@ class Directory:
 
     def holders(self) -> frozenset[PublicKey]:
         """Devices with any claim."""
-        return frozenset(holding.device for holding in self._holdings.values())
+        return frozenset(self._by_device)
 
     def of(self, device: PublicKey) -> tuple[Holding, ...]:
         """A device's claims, in the order of their references."""
-        found = (holding for holding in self._holdings.values() if holding.device == device)
-        return tuple(sorted(found, key=lambda holding: holding.ref))
+        found = self._by_device.get(device, {})
+        return tuple(sorted(found.values(), key=lambda holding: holding.ref))
 
     def leased_windows(self, device: PublicKey) -> frozenset[Window]:
         """The windows whose bytes the device may fetch."""

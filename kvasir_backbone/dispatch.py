@@ -25,7 +25,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from kvasir_node.calls import Buffers, Call, Group, Reply, encode
+from kvasir_node.calls import MAX_MESSAGE_BYTES, Buffers, Call, Group, Reply, encode, reply_bytes
 from kvasir_node.residual import residual
 from kvasir_node.tensors import bytes_to_rows, rows_to_bytes
 from market.plans import Plan
@@ -34,7 +34,7 @@ from relay.identity import PublicKey, address_of
 
 from .audit import NormBand, Sample, limit_of, unfinite_rows
 from .credit import CreditBook, carried
-from .flight import Flight, Instruction, Owner, RunFallback, Send, Trip, WorkerCall
+from .flight import Flight, Instruction, Owner, RunFallback, Send, Trip, WorkerCall, rows_of_a_call
 from .pace import MIN_FAILOVER_S, HedgeBudget
 from .roster import Replica, Roster
 from .seam import DispatchFailed, RowKey
@@ -47,7 +47,10 @@ MAX_LATE: Final = 4096
 MAX_SUSPECTS: Final = 4
 """Outputs outside the norm band that are recomputed before a reply is taken; the worst are as good as any."""
 
-KEEPS_HEALTH: Final = frozenset({"overloaded", "draining"})
+STALE: Final = frozenset({"stale_epoch", "not_mine"})
+"""Refusals that concern the leases of a call and nothing else that the device holds."""
+
+KEEPS_HEALTH: Final = STALE | {"overloaded", "draining"}
 """Refusals that say nothing bad of a device's health."""
 
 
@@ -69,12 +72,24 @@ class Lines(Protocol):
         """The newest roster."""
 
     def submit(
-        self, device: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]
+        self,
+        device: PublicKey,
+        call_id: int,
+        message: Buffers,
+        done: Callable[[CallEnd], None],
+        *,
+        answer_bytes: int,
     ) -> None:
-        """Send a call; `done` is called exactly once, on the loop's thread or at once."""
+        """Send a call; `done` is called exactly once, on the loop's thread or at once.
+
+        `answer_bytes` is the size of the reply: no device may send more than its calls allow.
+        """
 
     def tripped(self, device: PublicKey, reason: str) -> None:
         """A device's breaker opened: prove it again before it gets calls."""
+
+    def stale(self, replicas: Sequence[Replica], reason: str) -> None:
+        """A device does not know these leases at these epochs: prove them again before they get calls."""
 
 
 class LocalSource(Protocol):
@@ -141,7 +156,8 @@ class _Run:
 class SwarmDispatcher:
     """Implements `seam.Dispatcher` over `lines`. Safe to call from several step threads.
 
-    `fallback` None means that windows without a live owner fail. `numerics` is the fallback's own class.
+    Without `fallback` windows that have no live owner fail. `max_message_bytes` bounds what one call, or its
+    reply, may take on the wire.
     """
 
     def __init__(
@@ -155,6 +171,7 @@ class SwarmDispatcher:
         reference: LocalSource | None,
         fallback: bool,
         min_failover_s: float = MIN_FAILOVER_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
         auditor: Auditor | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -168,6 +185,10 @@ class SwarmDispatcher:
         self._reference = reference
         self._fallback = fallback and reference is not None
         self._min_failover_s = min_failover_s
+        self._max_message_bytes = max_message_bytes
+        self._windows = Counter(
+            layer for window in plan.windows for layer in range(window.layer_start, window.layer_end)
+        )
         self._auditor = auditor
         self._rng = rng or random.Random()
         self._clock = clock
@@ -215,6 +236,9 @@ class SwarmDispatcher:
             fallback=self._fallback,
             deadline=deadline,
             min_failover_s=self._min_failover_s,
+            block=rows_of_a_call(
+                self._plan.row_bytes, k, self._windows[layer], max_bytes=self._max_message_bytes
+            ),
         )
         with self._book.lock:
             self.stats.dispatches += 1
@@ -242,8 +266,10 @@ class SwarmDispatcher:
         if call is None:
             return []
         reason, code = end.message, end.code
-        if end.reply is not None and not self._honoured(call):
+        if not self._honoured(call) and (end.reply is not None or code in STALE):
             reason, code = "the lease ended or its epoch moved on while the call was out", "stale_epoch"
+        elif code in STALE and end.reply is None:
+            self._lines.stale([replica for replica, _ in call.groups], f"{code}: {reason}")
         elif end.reply is not None:
             outputs, reason = self._read(run, call, end.reply)
             if outputs is not None:
@@ -292,7 +318,13 @@ class SwarmDispatcher:
             self.stats.calls += 1
             self.stats.device_calls[call.device] += 1
             self._sent[call.id] = self._clock()
-        self._lines.submit(call.device, call.id, message, lambda end: self._deliver(run.facts, end))
+        self._lines.submit(
+            call.device,
+            call.id,
+            message,
+            lambda end: self._deliver(run.facts, end),
+            answer_bytes=reply_bytes(call.outputs, self._plan.row_bytes),
+        )
 
     def _deliver(self, facts: queue.SimpleQueue[CallEnd], end: CallEnd) -> None:
         """On the loop's thread: hand a fact to its step thread; a given-up call's reply only teaches."""

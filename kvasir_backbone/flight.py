@@ -3,7 +3,8 @@
 Theory of operation. A dispatch is the rows of one layer with the expert ids chosen for each. `split` cuts
 it into *parts*, one for each window touched; a part goes to one replica as a whole. `assign` chooses a
 replica for every part by least expected finish and gathers the parts of one device into one message. A
-`Flight` then follows the dispatch to its end: facts go in (a reply came, a call failed, time passed), and
+dispatch of more rows than one message may carry is cut into *blocks* of rows first, at the same rows in
+every window: a worker then gets one message for each block, and still no row twice. A `Flight` then follows the dispatch to its end: facts go in (a reply came, a call failed, time passed), and
 instructions come out (send this call, run these parts from the checkpoint, open that breaker).
 
     part:     PENDING --reply accepted / fallback ran--> DONE
@@ -19,11 +20,13 @@ Pure: time and randomness are arguments. Knows no sockets, no threads and no ten
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvasir_node.calls import MAX_CALL_IDS, MAX_CALL_ROWS, MAX_MESSAGE_BYTES, call_bytes, reply_bytes
 from relay.identity import PublicKey
 
 from .pace import MIN_FAILOVER_S, Breaker, HedgeBudget, Pace
@@ -50,7 +53,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The share of a dispatch that lies in one window.
+    """The share of one block of a dispatch's rows that lies in one window.
 
     `rows` are indices into the dispatched rows, ascending; `ids[i]` the experts of `rows[i]` in this
     window; `slots` their places in the flattened [n * k] outputs, in the order of a reply: row by row, and
@@ -104,18 +107,34 @@ class Trip:
 Instruction = Send | RunFallback | Trip
 
 
-def split(owners: Sequence[int], ids: Sequence[Sequence[int]]) -> tuple[Part, ...]:
-    """Cut a dispatch into parts, by window number.
+def rows_of_a_call(
+    row_bytes: int, k: int, windows: int, *, max_bytes: int = MAX_MESSAGE_BYTES, max_cells: int = MAX_CALL_IDS
+) -> int:
+    """How many rows any one call of a layer may carry, at least 1.
+
+    `row_bytes` is the size of a row on the wire, `k` the experts of a row, `windows` the layer's windows: a
+    worker that owns all of them still gets a request, and sends a reply, of at most `max_bytes`, and no call
+    has more than `max_cells` ids, or rows times groups.
+    """
+    fixed = call_bytes(0, [0] * windows, row_bytes) + 16
+    request = (max_bytes - fixed) // (row_bytes + 2 * windows + 2 * k)
+    reply = (max_bytes - reply_bytes(0, row_bytes)) // (row_bytes * k)
+    return max(1, min(request, reply, max_cells // max(k, windows), MAX_CALL_ROWS))
+
+
+def split(owners: Sequence[int], ids: Sequence[Sequence[int]], block: int = MAX_CALL_ROWS) -> tuple[Part, ...]:
+    """Cut a dispatch into parts, by block of `block` rows and in it by window number.
 
     `owners[expert]` is the expert's window; `ids[row]` the k experts chosen for the row.
     """
-    found: dict[int, tuple[list[int], list[list[int]], list[int]]] = {}
+    found: dict[tuple[int, int], tuple[list[int], list[list[int]], list[int]]] = {}
     slot = 0
     for row, chosen in enumerate(ids):
         for expert in chosen:
-            part = found.get(owners[expert])
+            key = (row // block, owners[expert])
+            part = found.get(key)
             if part is None:
-                part = found[owners[expert]] = ([], [], [])
+                part = found[key] = ([], [], [])
             if not part[0] or part[0][-1] != row:
                 part[0].append(row)
                 part[1].append([])
@@ -124,7 +143,7 @@ def split(owners: Sequence[int], ids: Sequence[Sequence[int]]) -> tuple[Part, ..
             slot += 1
     return tuple(
         Part(window, tuple(rows), tuple(map(tuple, experts)), tuple(slots))
-        for window, (rows, experts, slots) in sorted(found.items())
+        for (_, window), (rows, experts, slots) in sorted(found.items())
     )
 
 
@@ -171,7 +190,7 @@ class Flight:
 
     `owners` is shared with the dispatcher and must have an entry for each connected replica's device;
     `next_call` gives call ids that never come again. `fallback` says whether parts can be computed here.
-    The caller carries out the instructions, in order.
+    `block` is how many rows one message may carry (`rows_of_a_call`). The caller carries out the instructions, in order.
     """
 
     def __init__(
@@ -187,9 +206,10 @@ class Flight:
         fallback: bool,
         deadline: float,
         min_failover_s: float = MIN_FAILOVER_S,
+        block: int = MAX_CALL_ROWS,
     ) -> None:
         self.layer = layer
-        self.parts = split(roster.windows.owners(layer), ids)
+        self.parts = split(roster.windows.owners(layer), ids, block)
         self.deadline = deadline
         self.accepted: dict[int, WorkerCall | None] = {}
         """Part -> the call whose reply was taken; None where the fallback ran."""
@@ -204,6 +224,7 @@ class Flight:
         self._rng = rng
         self._fallback = fallback
         self._min_failover_s = min_failover_s
+        self._block = block
         self._attempts: dict[int, _Attempt] = {}
         self._tried: dict[int, set[PublicKey]] = {index: set() for index in range(len(self.parts))}
         self._retry_at: dict[int, float] = {}
@@ -325,25 +346,33 @@ class Flight:
         )
         for device, groups in chosen.items():
             groups.sort(key=lambda group: group[1])
-            rows = sorted({row for _, index in groups for row in self.parts[index].rows})
-            outputs = sum(len(self.parts[index].slots) for _, index in groups)
-            call = WorkerCall(self._next_call(), device, self.layer, tuple(rows), tuple(groups), outputs)
-            pace = self._owners[device].pace
-            behind = outputs + pace.outstanding
-            self._attempts[call.id] = _Attempt(
-                call,
-                sent_at=now,
-                hedge_at=float("inf") if hedge else now + pace.p95_s(behind),
-                failover_at=now + pace.failover_s(behind, self._min_failover_s),
-                hedge=hedge,
-            )
-            pace.begin(outputs)
-            if not hedge:
-                self._hedges.count_call()
-            for _, index in groups:
-                self._tried[index].add(device)
-            instructions.append(Send(call))
+            for _, batch in itertools.groupby(groups, lambda group: self.parts[group[1]].rows[0] // self._block):
+                call = self._make_call(device, tuple(batch))
+                self._begin(call, now, hedge=hedge)
+                instructions.append(Send(call))
         return instructions
+
+    def _make_call(self, device: PublicKey, groups: tuple[tuple[Replica, int], ...]) -> WorkerCall:
+        """A message for parts of one block, each of another window: no row and no lease comes twice."""
+        rows = sorted({row for _, index in groups for row in self.parts[index].rows})
+        outputs = sum(len(self.parts[index].slots) for _, index in groups)
+        return WorkerCall(self._next_call(), device, self.layer, tuple(rows), groups, outputs)
+
+    def _begin(self, call: WorkerCall, now: float, *, hedge: bool) -> None:
+        pace = self._owners[call.device].pace
+        behind = call.outputs + pace.outstanding
+        self._attempts[call.id] = _Attempt(
+            call,
+            sent_at=now,
+            hedge_at=float("inf") if hedge else now + pace.p95_s(behind),
+            failover_at=now + pace.failover_s(behind, self._min_failover_s),
+            hedge=hedge,
+        )
+        pace.begin(call.outputs)
+        if not hedge:
+            self._hedges.count_call()
+        for _, index in call.groups:
+            self._tried[index].add(call.device)
 
     def _wait_or_fail(self, indices: Iterable[int], now: float) -> None:
         for index in indices:

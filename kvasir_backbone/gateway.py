@@ -208,7 +208,11 @@ class Gateway:
 
     async def _answer(self, request: web.Request, parse: Parse, tally: Tally) -> web.StreamResponse:
         self._check_capacity()
-        body = parse(parse_json(await self._read(request)))
+        raw = await self._read(request)
+        if len(raw) > OFF_LOOP_BYTES:
+            body = await asyncio.to_thread(lambda: parse(parse_json(raw)))
+        else:
+            body = parse(parse_json(raw))
         if body.model != self.config.model:
             raise self._unknown_model(body.model)
         generations = await self._prepare(body, tally)

@@ -22,6 +22,8 @@ from typing import Final
 import structlog
 
 from kvasir_node.calls import (
+    MAX_MESSAGE_BYTES,
+    MAX_SMALL_BYTES,
     Buffers,
     Draining,
     Notice,
@@ -74,10 +76,11 @@ SETTLE_S: Final = 1.0
 
 @dataclass(slots=True)
 class _Pending:
-    """A call in flight: its message, kept so that it can be sent again on another path."""
+    """A call in flight: its message, kept so that it can be sent again on another path; its reply's size."""
 
     message: Buffers
     done: Callable[[CallEnd], None]
+    answer_bytes: int
 
 
 class DeviceLink:
@@ -143,8 +146,14 @@ class DeviceLink:
 
     # --- sending -------------------------------------------------------------------------------------
 
-    def submit(self, call_id: int, message: Buffers, done: Callable[[CallEnd], None]) -> None:
-        """Send a call; `done` is called exactly once with its end."""
+    def submit(
+        self,
+        call_id: int,
+        message: Buffers,
+        done: Callable[[CallEnd], None],
+        answer_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Send a call; `done` is called exactly once with its end. `answer_bytes` bounds its reply."""
         if self.session is None:
             done(CallEnd(call_id, time.monotonic(), message=f"no session: {self.last_error or 'not yet'}"))
             return
@@ -154,7 +163,7 @@ class DeviceLink:
             text = f"{MAX_QUEUED} messages wait for this device already"
             done(CallEnd(call_id, time.monotonic(), code="overloaded", message=text))
             return
-        self._pending[call_id] = _Pending(message, done)
+        self._pending[call_id] = _Pending(message, done, answer_bytes)
         self._idle.clear()
 
     async def call(self, call_id: int, message: Buffers, *, timeout: float) -> CallEnd:
@@ -173,6 +182,10 @@ class DeviceLink:
             raise Unreachable(f"no reply within {timeout:g} s") from None
         finally:
             self._take(call_id)
+
+    def _allowance(self) -> int:
+        """The largest message that the device has a reason to send now, in bytes."""
+        return max((call.answer_bytes for call in self._pending.values()), default=0)
 
     async def wait_idle(self, timeout: float) -> bool:
         """Whether within `timeout` seconds no call is in flight."""
@@ -202,6 +215,11 @@ class DeviceLink:
         ]
         if (changed or gone) and self._post(encode(References((*changed, *gone)))):
             self._announced = wanted
+
+    def announce_again(self) -> None:
+        """Tell the device all references anew: it seems to know others."""
+        self._announced = {}
+        self.announce()
 
     def send_receipt(self, receipt: bytes) -> None:
         """Send a receipt for countersignature, if a session is up and has room."""
@@ -314,6 +332,7 @@ class DeviceLink:
         self._look_at = time.monotonic() + self._rng.uniform(longest / 2, longest)
 
     def _open(self, session: SecureSession) -> None:
+        session.bound_messages(MAX_SMALL_BYTES, self._allowance)
         again = list(self._pending.values())
         while not self._outbox.empty():
             self._outbox.get_nowait()

@@ -26,7 +26,7 @@ import structlog
 from aiohttp import web
 
 from market.plans import ByteRange, Plan, PlanFile, PlanId
-from market.requests import NonceBook, verify_request
+from market.requests import Author, NonceBook, verify_request
 from market.windows import Window
 from relay.errors import IdentityError, KvasirError, Refused, RemoteProtocolError
 from relay.identity import PublicKey, address_of
@@ -43,6 +43,9 @@ PER_DEVICE: Final = 8
 
 CLAIM_WAIT_S: Final = 5.0
 """A device may ask before word of its claim has come from the market: wait for it this long."""
+
+WAITING: Final = 64
+"""Requests that wait for word of a claim at once; more are answered 429. Any key may ask."""
 
 WRITE_TIMEOUT_S: Final = 30.0
 """A client that takes no data for this long is closed."""
@@ -127,6 +130,7 @@ class WeightsEndpoint:
         self._clock = clock
         self._nonces = NonceBook()
         self._running: Counter[PublicKey] = Counter()
+        self._waiting = 0
         self._threads = ThreadPoolExecutor(source.threads, thread_name_prefix="weights")
         self._ranges = functools.lru_cache(maxsize=1024)(plan.window_ranges)
         self.bytes_served = 0
@@ -139,24 +143,25 @@ class WeightsEndpoint:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request. Errors are JSON, as everywhere."""
         try:
-            device = self._verify(request)
+            author = self._verify(request)
             span = self._parse(request)
-            await self._check_lease(device, span)
-            return await self._serve(request, device, span)
+            await self._check_lease(author.key, span)
+            # only now: who holds no claim must not fill the book that its holders need
+            self._nonces.use(author.key, author.nonce, now=self._clock())
+            return await self._serve(request, author.key, span)
         except KvasirError as error:
             _log.info("weights.refused", code=error.code, reason=str(error), path=request.path)
             return error_response(error)
 
-    def _verify(self, request: web.Request) -> PublicKey:
-        author = verify_request(
+    def _verify(self, request: web.Request) -> Author:
+        return verify_request(
             request.headers,
             request.method,
             request.raw_path,
             now=self._clock(),
             root=self._root,
-            nonces=self._nonces,
+            nonces=None,
         )
-        return author.key
 
     def _parse(self, request: web.Request) -> ByteRange:
         if request.match_info["plan"] != self._plan_hex:
@@ -182,12 +187,22 @@ class WeightsEndpoint:
         return self._plan.files[file].size
 
     async def _check_lease(self, device: PublicKey, span: ByteRange) -> None:
-        windows = await self._leased(device, CLAIM_WAIT_S)
+        windows = await self._leased(device, 0.0) or await self._wait_for_claim(device)
         if not windows:
             raise Refused("forbidden", f"device {address_of(device)} holds no claim: claim a window first")
         spans = sorted(part for window in windows for part in self._ranges(window))
         if not _inside(span, spans):
             raise Refused("forbidden", "the range is not inside the windows that this device holds")
+
+    async def _wait_for_claim(self, device: PublicKey) -> Collection[Window]:
+        """At most `WAITING` at once: a key costs nothing to make."""
+        if self._waiting >= WAITING:
+            raise Refused("overloaded", "too many wait for word of their claims: ask again", retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            return await self._leased(device, CLAIM_WAIT_S)
+        finally:
+            self._waiting -= 1
 
     async def _serve(self, request: web.Request, device: PublicKey, span: ByteRange) -> web.StreamResponse:
         if self._running.total() >= self._limit or self._running[device] >= PER_DEVICE:
@@ -209,6 +224,8 @@ class WeightsEndpoint:
                 request.transport.abort()
         finally:
             self._running[device] -= 1
+            if not self._running[device]:
+                del self._running[device]
         return response
 
     async def _copy(self, request: web.Request, response: web.StreamResponse, span: ByteRange) -> None:

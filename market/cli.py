@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="a URL at which people reach this market; may be given several times",
     )
+    running.add_argument(
+        "--trusted-proxy",
+        action="append",
+        default=[],
+        metavar="NETWORK",
+        help="a reverse proxy whose X-Forwarded-For counts, such as 10.0.0.0/8; may be repeated",
+    )
     running.add_argument("--log-level", choices=sorted(LEVELS), default="info")
     running.set_defaults(command=_run)
 
@@ -107,6 +114,7 @@ def _run(arguments: argparse.Namespace) -> None:
         host=arguments.host,
         port=arguments.port,
         state_dir=arguments.state_dir,
+        trusted_proxies=tuple(arguments.trusted_proxy),
     )
     use_uvloop = os.environ.get("KVASIR_LOOP") != "default"
     run(serve(config, ready=_say), use_uvloop=use_uvloop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from relay.addresses import Network, parse_networks
 from relay.errors import ConfigError
 
 from .claims import LeaseRules
@@ -31,7 +32,12 @@ class MarketConfig:
     plan_silence_s: float = 3600.0  # a plan of which no backbone was heard for so long is retired
     watch_alive_s: float = 10.0  # a watch hears something at least so often
     watches: int = 256  # most watches at once
+    hashes_waits: int = 256  # most requests at once that wait for hashes
+    address_waits: int = 64  # most of these from one address
     hashes_wait_s: float = 10.0  # longest wait for hashes that are being made
+    gaps_s: float = 1.0  # how long an answer about gaps is given again
+    body_bytes: int = 384 * 1024 * 1024  # most bytes of request bodies in memory at once
+    trusted_proxies: tuple[str, ...] = ()  # networks of reverse proxies whose X-Forwarded-For counts
     trusted_calls: int = 1000  # accepted calls after which a wallet may load several windows at once
     scarcity: ScarcityRules = field(default_factory=ScarcityRules)  # how targets are set
 
@@ -49,12 +55,21 @@ class MarketConfig:
             "plan_silence_s",
             "watch_alive_s",
             "watches",
+            "hashes_waits",
+            "address_waits",
+            "body_bytes",
         )
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above zero")
-        if self.hashes_wait_s < 0 or self.trusted_calls < 0:
-            raise ConfigError("hashes_wait_s and trusted_calls must not be negative")
+        if self.hashes_wait_s < 0 or self.trusted_calls < 0 or self.gaps_s < 0:
+            raise ConfigError("hashes_wait_s, gaps_s and trusted_calls must not be negative")
+        parse_networks(self.trusted_proxies)
+
+    @property
+    def proxies(self) -> tuple[Network, ...]:
+        """The networks of trusted reverse proxies."""
+        return parse_networks(self.trusted_proxies)
 
     @property
     def lease_rules(self) -> LeaseRules:

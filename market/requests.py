@@ -2,7 +2,8 @@
 
 A request's signature covers method, path with query, the body's SHA-256, the time and a nonce. Devices
 sign with their device key; backbones and relays sign with their operating key and send their certificate
-along. Pure: the clock and the memory of nonces are arguments.
+along. The body's SHA-256 is in a header too, so that a server can verify the author before it reads a body.
+Pure: the clock and the memory of nonces are arguments.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ TIME_HEADER: Final = "Kvasir-Time"
 NONCE_HEADER: Final = "Kvasir-Nonce"
 SIGNATURE_HEADER: Final = "Kvasir-Signature"
 CERTIFICATE_HEADER: Final = "Kvasir-Certificate"
+BODY_HEADER: Final = "Kvasir-Body"
 SKEW_S: Final = 60
 """How far the two clocks may differ, and how long a nonce is remembered on either side of the time."""
 
@@ -107,13 +109,16 @@ def sign_request(
     """
     nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
     moment = int(now)
-    message = request_message(method, target, hashlib.sha256(body).digest(), moment, nonce)
+    body_hash = hashlib.sha256(body).digest()
+    message = request_message(method, target, body_hash, moment, nonce)
     headers = {
         KEY_HEADER: address_of(key.public),
         TIME_HEADER: str(moment),
         NONCE_HEADER: encode_bytes(nonce),
         SIGNATURE_HEADER: encode_bytes(key.sign(message)),
     }
+    if body:
+        headers[BODY_HEADER] = encode_bytes(body_hash)
     if certificate is not None:
         headers[CERTIFICATE_HEADER] = encode_bytes(certificate.document.to_bytes())
     return headers
@@ -136,6 +141,54 @@ def verify_request(
     signature, a clock more than 60 s off, a certificate of another swarm), `Refused` (code "replay") or
     `RemoteProtocolError` (malformed headers).
     """
+    claim = read_claim(headers, now=now, root=root)
+    return claim.verify(
+        method, target, hashlib.sha256(body).digest(), now=now, nonces=nonces, serials=serials
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who a request says it is from. Its certificate is the swarm's; its signature is not verified yet.
+
+    `body_hash` is the SHA-256 that the headers give for the body, or None where they give none.
+    """
+
+    key: PublicKey
+    certificate: Certificate | None
+    nonce: bytes
+    time: int
+    signature: bytes
+    body_hash: bytes | None
+
+    @property
+    def role(self) -> str:
+        """ "device", or the certificate's role."""
+        return "device" if self.certificate is None else self.certificate.role
+
+    def verify(
+        self,
+        method: str,
+        target: str,
+        body_hash: bytes,
+        *,
+        now: float,
+        nonces: NonceBook | None,
+        serials: SerialBook | None = None,
+    ) -> Author:
+        """The author, if the signature covers a body of that SHA-256. Raises as `verify_request` does."""
+        if self.body_hash is not None and self.body_hash != body_hash:
+            raise IdentityError(f"the body is not the one that {BODY_HEADER} names")
+        verify(self.key, self.signature, request_message(method, target, body_hash, self.time, self.nonce))
+        if serials is not None and self.certificate is not None:
+            serials.accept(self.certificate)
+        if nonces is not None:
+            nonces.use(self.key, self.nonce, now=now)
+        return Author(self.key, self.certificate, self.nonce, self.time)
+
+
+def read_claim(headers: Mapping[str, str], *, now: float, root: bytes) -> Claim:
+    """The signature headers of a request, before its body was read. Raises as `verify_request` does."""
     if SIGNATURE_HEADER not in headers:
         raise IdentityError("this request must be signed (Kvasir-Key, -Time, -Nonce, -Signature headers)")
     key = parse_address(headers.get(KEY_HEADER, ""))
@@ -147,11 +200,10 @@ def verify_request(
             f"the request's time is {abs(now - moment):.0f} s away from this side's: set the clock",
             code="expired",
         )
-    verify(key, signature, request_message(method, target, hashlib.sha256(body).digest(), moment, nonce))
-    certificate = _read_certificate(headers.get(CERTIFICATE_HEADER), key, root, now, serials)
-    if nonces is not None:
-        nonces.use(key, nonce, now=now)
-    return Author(key, certificate, nonce, moment)
+    named = headers.get(BODY_HEADER)
+    body_hash = None if named is None else decode_bytes(named, BODY_HEADER, 32)
+    certificate = _read_certificate(headers.get(CERTIFICATE_HEADER), key, root, now)
+    return Claim(key, certificate, nonce, moment, signature, body_hash)
 
 
 def _parse_moment(text: str) -> int:
@@ -161,7 +213,7 @@ def _parse_moment(text: str) -> int:
 
 
 def _read_certificate(
-    text: str | None, key: PublicKey, root: bytes, now: float, serials: SerialBook | None
+    text: str | None, key: PublicKey, root: bytes, now: float
 ) -> Certificate | None:
     if text is None:
         return None
@@ -169,8 +221,6 @@ def _read_certificate(
     certificate = open_certificate(document, swarm=root, now=now)
     if certificate.ed25519 != key:
         raise IdentityError("the request is signed by another key than its certificate names")
-    if serials is not None:
-        serials.accept(certificate)
     return certificate
 
 

@@ -7,6 +7,7 @@ its own with `serve`. One boundary turns every error into a typed answer.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import signal
 import time
@@ -20,18 +21,21 @@ from aiohttp import web
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
+from relay.addresses import client_address, quota_key
 from relay.errors import ConfigError, KvasirError, Refused, RemoteProtocolError
+from relay.guard import ListenerGuard, bounded_rules
 from relay.identity import PublicKey, SerialBook
 from relay.links import JoinLink
 
 from . import admission, leasing, overview, publishing
 from . import messages as m
 from . import tables as t
+from .bodies import BodyBudget, Hold
 from .config import MarketConfig
 from .handlers import Call, Handlers, Listings, RelayBook
 from .openapi import document as openapi_document
-from .requests import Author, verify_request
-from .routes import PREFIX, ROUTES, Route
+from .requests import BODY_HEADER, Author, Claim, read_claim
+from .routes import PREFIX, ROUTES, SMALL_BODY, Route
 from .store import Session, Store
 from .swarm import OperatingKey, SwarmKeys
 from .wallet import normalise_url
@@ -47,14 +51,13 @@ STATUS: Final = {
 }  # fmt: skip
 """The HTTP status that goes with each code."""
 
-OFF_LOOP_BYTES: Final = 256 * 1024
+OFF_LOOP_BYTES: Final = 64 * 1024
 """Bodies above this are hashed and parsed off the event loop."""
 
 _LARGE: Final = (m.SnapshotListing, m.NodesAnswer, m.GapsAnswer, m.CreditTable, m.Published)
 """Answers that may be large: turned into JSON off the event loop."""
 
 ALIVE: Final = "alive"
-BODY_TIMEOUT_S: Final = 60.0
 RENEWAL_S: Final = 3600.0
 """How often a market on its own looks whether its certificate is due."""
 
@@ -83,6 +86,8 @@ class Market:
         self._handlers = Handlers(config, self._store, root=root, keys=keys, relays=self._relays, clock=clock)
         self._store.on_commit = self._handlers.watchers.wake
         self._serials = SerialBook()
+        self._bodies = BodyBudget(config.body_bytes)
+        self._proxies = config.proxies
         self._noted: set[tuple[bytes, int]] = set()
         self._revisions: dict[bytes, int] = {}
         self._counted: Counter[tuple[str, str]] = Counter()
@@ -169,8 +174,12 @@ class Market:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             outcome = "ok"
+            hold: Hold | None = None
             try:
-                answer = await serve_call(await self._admit(route, request))
+                claim = self._read_claim(route, request)
+                known = claim is not None and claim.body_hash is not None
+                hold = self._bodies.hold(self._address(request), verified=known)
+                answer = await serve_call(await self._admit(route, request, claim, hold))
                 if isinstance(answer, web.StreamResponse):
                     return answer
                 if isinstance(answer, _LARGE):
@@ -184,40 +193,71 @@ class Market:
                 log.error("market.store_failed", reason=str(error.__cause__ or error), route=route.name)
                 return _refuse(Refused("internal", "the market's database failed", retry_after_s=2), request)
             finally:
+                if hold is not None:
+                    hold.release()
                 self._counted[route.name, outcome] += 1
                 log.debug("request.served", route=route.name, outcome=outcome)
 
         return handle
 
-    async def _admit(self, route: Route, request: web.Request) -> Call:
+    def _read_claim(self, route: Route, request: web.Request) -> Claim | None:
+        """Who asks, by the headers alone; verified before the body is read if they name the body's hash.
+
+        Raises `KvasirError`: what is refused here is never read.
+        """
+        if route.who == "anyone":
+            return None
+        now = self._clock()
+        claim = read_claim(request.headers, now=now, root=self.root)
+        allowed = ("device", "backbone") if route.who == "signed" else (route.who,)
+        if claim.role not in allowed:
+            raise Refused("forbidden", f"this is for a {' or a '.join(allowed)}, not for a {claim.role}")
+        if claim.body_hash is not None:
+            self._verify(claim, request, claim.body_hash)
+        return claim
+
+    def _verify(self, claim: Claim, request: web.Request, body_hash: bytes) -> Author:
+        return claim.verify(
+            request.method,
+            _target(request.raw_path),
+            body_hash,
+            now=self._clock(),
+            nonces=None,
+            serials=self._serials,
+        )
+
+    async def _admit(self, route: Route, request: web.Request, claim: Claim | None, hold: Hold) -> Call:
         """Read, verify and parse one request. Raises `KvasirError`."""
-        body = await _read(request, route.max_body)
+        limit = route.max_body
+        if claim is not None and claim.body_hash is None:
+            limit = min(limit, SMALL_BODY)
+        length = request.content_length
+        if length is not None and limit < length <= route.max_body:
+            raise RemoteProtocolError(
+                f"a body of over {limit} bytes is read only if the {BODY_HEADER} header names its SHA-256"
+            )
+        body = await hold.read(request.content.iter_any(), length, limit)
         admit = self._author_and_body
         if len(body) > OFF_LOOP_BYTES:
-            author, parsed = await asyncio.to_thread(admit, route, request, body)
+            author, parsed = await asyncio.to_thread(admit, route, request, claim, body)
         else:
-            author, parsed = admit(route, request, body)
+            author, parsed = admit(route, request, claim, body)
         if author is not None and author.certificate is not None:
             await self._note_operator(author)
-        return Call(request, author, parsed)
+        return Call(request, author, parsed, self._address(request))
 
-    def _author_and_body(self, route: Route, request: web.Request, body: bytes) -> tuple[Author | None, Any]:
+    def _author_and_body(
+        self, route: Route, request: web.Request, claim: Claim | None, body: bytes
+    ) -> tuple[Author | None, Any]:
         author = None
-        if route.who != "anyone":
-            author = verify_request(
-                request.headers,
-                request.method,
-                _target(request.raw_path),
-                body,
-                now=self._clock(),
-                root=self.root,
-                nonces=None,
-                serials=self._serials,
-            )
-            allowed = ("device", "backbone") if route.who == "signed" else (route.who,)
-            if author.role not in allowed:
-                raise Refused("forbidden", f"this is for a {' or a '.join(allowed)}, not for a {author.role}")
+        if claim is not None:
+            author = self._verify(claim, request, hashlib.sha256(body).digest())
         return author, None if route.body is None else from_json(route.body, _json(body))
+
+    def _address(self, request: web.Request) -> str:
+        """What the client's address counts as, for quotas."""
+        forwarded = request.headers.getall("X-Forwarded-For", ())
+        return quota_key(client_address(request.remote or "unknown", forwarded, self._proxies))
 
     async def _note_operator(self, author: Author) -> None:
         """Remember a new certificate, so that the ones it replaces stay replaced after a restart."""
@@ -256,24 +296,6 @@ class Market:
         lines.append("# TYPE kvasir_market_watches gauge")
         lines.append(f"kvasir_market_watches {self._handlers.watchers.count}")
         return "\n".join(lines) + "\n"
-
-
-async def _read(request: web.Request, limit: int) -> bytes:
-    """The body, within its bound and a deadline."""
-    if request.content_length is not None and request.content_length > limit:
-        raise RemoteProtocolError(f"a body of {request.content_length} bytes is over the bound of {limit}")
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.content.iter_any():
-                size += len(chunk)
-                if size > limit:
-                    raise RemoteProtocolError(f"the body is over the bound of {limit} bytes")
-                parts.append(chunk)
-    except TimeoutError:
-        raise RemoteProtocolError(f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
-    return b"".join(parts)
 
 
 def _target(raw_path: str) -> str:
@@ -328,18 +350,20 @@ async def serving(market: Market) -> AsyncIterator[str]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, lingering_time=1.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, market.config.host, market.config.port)
+        guard = ListenerGuard(bounded_rules(), trusted=market.config.proxies)
         try:
-            await site.start()
+            server = await guard.listen(runner, host=market.config.host, port=market.config.port)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {market.config.host}:{market.config.port} ({error.strerror or error}): "
                 "choose another --port, or stop what uses it"
             ) from None
-        port = runner.addresses[0][1]
-        url = f"http://127.0.0.1:{port}"
-        market.add_public_url(url)
-        yield url
+        try:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            market.add_public_url(url)
+            yield url
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
 

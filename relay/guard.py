@@ -12,6 +12,7 @@ import asyncio
 import socket as sockets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, cast
 
 import structlog
@@ -32,6 +33,38 @@ REFUSAL: Final = (
 )
 
 log = structlog.get_logger("relay")
+
+
+RESERVED_DESCRIPTORS: Final = 256
+"""Descriptors that a daemon needs for its files, databases and own connections."""
+
+
+def bounded_rules(rules: Rules | None = None, descriptors: int | None = None) -> Rules:
+    """`rules`, with no more connections than a process with so many `descriptors` can have.
+
+    Three quarters of the descriptors at most, half of that for one address: connections alone cannot use them
+    up. `descriptors` None: what the system allows this process.
+    """
+    rules = rules or Rules()
+    descriptors = descriptor_limit() if descriptors is None else descriptors
+    if descriptors is None:
+        return rules
+    room = max(16, min(descriptors - RESERVED_DESCRIPTORS, descriptors // 2 + descriptors // 4))
+    return replace(
+        rules,
+        connections=min(rules.connections, room),
+        address_connections=min(rules.address_connections, max(8, room // 2)),
+    )
+
+
+def descriptor_limit() -> int | None:
+    """How many files and sockets this process may have open, or None where the system has no such bound."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else int(soft)
 
 
 class ListenerGuard:

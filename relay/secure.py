@@ -156,6 +156,13 @@ class SecureSession:
         """Whether the session is an hour old, so that a new one should take over."""
         return self._core.needs_handshake(time.monotonic())
 
+    def bound_messages(self, small: int, allowance: Callable[[], int]) -> None:
+        """From now on no message of the peer may be larger than `small`, or what `allowance` gives, in bytes.
+
+        `allowance` is asked while a message over `small` comes in; going over ends the session.
+        """
+        self._core.bound_messages(small, allowance)
+
     @property
     def closed(self) -> bool:
         """Whether the session has ended."""

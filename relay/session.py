@@ -14,7 +14,7 @@ once stays ended.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -228,11 +228,17 @@ class SessionCore:
         self._partial = False
         self._parts: list[bytes] = []
         self._parts_bytes = 0
+        self._small = MAX_MESSAGE
+        self._allowance: Callable[[], int] = lambda: MAX_MESSAGE
         self._ended: KvasirError | None = None
 
     def needs_handshake(self, now: float) -> bool:
         """Whether the session is old enough that a new one should take over."""
         return now - self._started >= MAX_AGE_S
+
+    def bound_messages(self, small: int, allowance: Callable[[], int]) -> None:
+        """Refuse messages over `small` bytes that are also over what `allowance` gives at that moment."""
+        self._small, self._allowance = small, allowance
 
     # --- sending ---
 
@@ -349,6 +355,8 @@ class SessionCore:
         self._parts_bytes += len(part)
         if not part or self._parts_bytes > MAX_MESSAGE:
             raise RemoteProtocolError(f"an empty part, or a message over {MAX_MESSAGE} bytes")
+        if self._parts_bytes > self._small and self._parts_bytes > self._allowance():
+            raise RemoteProtocolError(f"a message over {self._small} bytes that nothing was asked for")
         self._parts.append(part)
 
     def _count(self, size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,7 @@ from kvasir_backbone.credit import CreditBook, Totals
 from kvasir_backbone.dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from kvasir_backbone.roster import Replica, Roster, WindowMap
 from kvasir_backbone.seam import DispatchFailed, RowKey
-from kvasir_node.calls import Buffers, Call, Reply, call_bytes, decode, encode
+from kvasir_node.calls import MAX_MESSAGE_BYTES, Buffers, Call, Reply, call_bytes, decode, encode, reply_bytes
 from kvasir_node.tensors import bytes_to_rows, rows_to_bytes
 from relay.errors import ConfigError
 from relay.identity import PublicKey
@@ -61,6 +61,7 @@ class Workers:
         self.behaviours: dict[PublicKey, Behaviour] = {}
         self.calls: list[tuple[PublicKey, Call, int]] = []
         self.trips: list[PublicKey] = []
+        self.stale_leases: list[bytes] = []
         self.threads: list[threading.Thread] = []
 
     def roster(self) -> Roster:
@@ -69,8 +70,22 @@ class Workers:
     def tripped(self, tripped: PublicKey, reason: str) -> None:
         self.trips.append(tripped)
 
-    def submit(self, to: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]) -> None:
+    def stale(self, replicas: Sequence[Replica], reason: str) -> None:
+        self.stale_leases += [replica.lease for replica in replicas]
+
+    def submit(
+        self,
+        to: PublicKey,
+        call_id: int,
+        message: Buffers,
+        done: Callable[[CallEnd], None],
+        *,
+        answer_bytes: int,
+    ) -> None:
         raw = b"".join(message)
+        call = decode(raw)
+        assert isinstance(call, Call)
+        assert answer_bytes == reply_bytes(call.output_count, PLAN.row_bytes)
         thread = threading.Thread(target=self._work, args=(to, raw, done))
         self.threads.append(thread)
         thread.start()
@@ -123,7 +138,14 @@ class Auditor:
 class Setup:
     """A dispatcher over workers that hold the windows as `held` says."""
 
-    def __init__(self, held: dict[int, list[str]], *, fallback: bool = True, missing: bool = False) -> None:
+    def __init__(
+        self,
+        held: dict[int, list[str]],
+        *,
+        fallback: bool = True,
+        missing: bool = False,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         self.workers = Workers(roster(WINDOWS, held))
         self.owners = OwnerBook()
         self.book = CreditBook()
@@ -143,6 +165,7 @@ class Setup:
             band=self.band,
             reference=self.local,
             fallback=fallback,
+            max_message_bytes=max_message_bytes,
             auditor=self.auditor,
             rng=random.Random(0),
         )
@@ -206,7 +229,10 @@ def test_a_failed_call_is_made_again_at_the_other_replica(code: str) -> None:
     assert torch.equal(setup.run(ROWS, IDS), expected(ROWS, IDS))
     assert setup.local.asked == []
     failed = device("a") in {to for to, _, _ in setup.workers.calls}
-    assert (device("a") in setup.workers.trips) == (failed and code not in ("overloaded", "draining"))
+    assert (device("a") in setup.workers.trips) == (failed and code == "unreachable")
+    refs = {group.ref for to, call, _ in setup.workers.calls if to == device("a") for group in call.groups}
+    leases = {each.lease for ref in refs for each in setup.workers.view.of(ref) if each.device == device("a")}
+    assert set(setup.workers.stale_leases) == (leases if code in ("stale_epoch", "not_mine") else set())
     assert setup.book.totals(device("a")) == (0, 0)
 
 
@@ -320,6 +346,21 @@ def test_a_reply_under_a_lease_that_moved_on_is_refused() -> None:
     assert setup.dispatcher.stats.outcomes["stale_epoch"] == 1
     assert setup.book.totals(device("a")) == (0, 0)
     assert setup.dispatcher.stats.fallback_rows == 5
+
+
+def test_a_dispatch_over_the_bound_of_a_message_is_cut_and_pays_what_it_would_pay_whole() -> None:
+    bound = reply_bytes(4, PLAN.row_bytes)  # four outputs: two rows of a step
+    setup = Setup({0: ["a"], 1: ["a"]}, max_message_bytes=max(bound, call_bytes(2, [2, 2], PLAN.row_bytes)))
+    assert torch.equal(setup.run(ROWS, IDS), expected(ROWS, IDS))
+    assert sorted(call.row_count for _, call, _ in setup.workers.calls) == [1, 2, 2]
+    assert setup.workers.trips == []
+    assert setup.local.asked == []
+    served = sum(
+        (call.row_count + call.id_count) * PLAN.row_bytes + 2 * call.id_count
+        for _, call, _ in setup.workers.calls
+    )
+    assert setup.book.totals(device("a")) == (served, 3)
+    assert served == (5 + 10) * PLAN.row_bytes + 2 * 10, "no row was sent twice"
 
 
 def test_carried_bytes_are_those_of_the_dispatch() -> None:

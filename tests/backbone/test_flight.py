@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir_backbone.flight import Flight, Owner, RunFallback, Send, Trip, WorkerCall, split
+from kvasir_backbone.flight import Flight, Owner, RunFallback, Send, Trip, WorkerCall, rows_of_a_call, split
 from kvasir_backbone.pace import HedgeBudget
 from kvasir_backbone.roster import Roster, WindowMap
+from kvasir_node.calls import MAX_CALL_IDS, MAX_CALL_ROWS, MAX_MESSAGE_BYTES, call_bytes, reply_bytes
 from tests.support.rosters import device, flat_plan, replica, roster
 
 WINDOWS = WindowMap(flat_plan())  # windows 0 and 1 in layer 0, 2 and 3 in layer 1; four experts each
@@ -35,6 +36,7 @@ def flight(
     fallback: bool = True,
     deadline: float = 30.0,
     hedges: HedgeBudget | None = None,
+    block: int = MAX_CALL_ROWS,
 ) -> Flight:
     counter = itertools.count(1)
     return Flight(
@@ -47,6 +49,7 @@ def flight(
         rng=random.Random(1),
         fallback=fallback,
         deadline=deadline,
+        block=block,
     )
 
 
@@ -57,13 +60,15 @@ def sends(instructions: Sequence[object]) -> list[WorkerCall]:
 @given(
     st.lists(
         st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), min_size=1, max_size=20
-    ).filter(lambda rows: len({len(row) for row in rows}) == 1)
+    ).filter(lambda rows: len({len(row) for row in rows}) == 1),
+    st.integers(1, 21),
 )
-def test_split_names_every_row_and_expert_exactly_once(ids: list[list[int]]) -> None:
+def test_split_names_every_row_and_expert_exactly_once(ids: list[list[int]], block: int) -> None:
     owners = WINDOWS.owners(0)
     k = len(ids[0])
     seen: dict[int, tuple[int, int]] = {}
-    for part in split(owners, ids):
+    for part in split(owners, ids, block):
+        assert len({row // block for row in part.rows}) == 1
         order = [(row, expert) for row, chosen in zip(part.rows, part.ids, strict=True) for expert in chosen]
         assert list(part.rows) == sorted(set(part.rows))
         for slot, (row, expert) in zip(part.slots, order, strict=True):
@@ -79,6 +84,52 @@ def test_one_worker_that_owns_all_windows_gets_one_message_with_unique_rows() ->
     assert calls[0].rows == (0, 1, 2)
     assert [replica.ref for replica, _ in calls[0].groups] == [0, 1]
     assert calls[0].outputs == 6
+
+
+@given(
+    st.integers(1, 1 << 17), st.integers(1, 64), st.integers(1, 65_535), st.sampled_from([1 << 16, 1 << 26])
+)
+def test_no_call_of_a_block_and_no_reply_to_it_is_over_the_bounds_of_a_message(
+    row_bytes: int, k: int, windows: int, max_bytes: int
+) -> None:
+    rows = rows_of_a_call(row_bytes, k, windows, max_bytes=max_bytes)
+    assert 1 <= rows <= MAX_CALL_ROWS
+    assert rows == 1 or rows * max(k, windows) <= MAX_CALL_IDS
+    groups = [1] * (min(windows, rows * k) - 1)  # the most groups, and ids, that one worker can be asked for
+    groups.append(rows * k - len(groups))
+    assert rows == 1 or reply_bytes(rows * k, row_bytes) <= max_bytes
+    assert rows == 1 or call_bytes(rows, groups, row_bytes) <= max_bytes
+
+
+def test_a_long_prompt_of_a_wide_model_at_one_worker_is_cut_below_the_bound_of_a_message() -> None:
+    rows = rows_of_a_call(6144 * 2, 8, 16)
+    assert reply_bytes(639 * 8, 6144 * 2) <= MAX_MESSAGE_BYTES or rows < 639
+    assert reply_bytes((rows + 1) * 8, 6144 * 2) > MAX_MESSAGE_BYTES, "and no sooner than it must be"
+
+
+def test_a_dispatch_over_the_bound_goes_out_in_blocks_and_no_row_or_lease_twice_in_one_message() -> None:
+    ids = [[row % 4, 4 + row % 4] for row in range(5)]
+    started = flight({0: ["a"], 1: ["a"]}, owners_of("a"), ids=ids, block=2)
+    calls = sends(started.start(0.0))
+    assert [call.rows for call in calls] == [(0, 1), (2, 3), (4,)]
+    for call in calls:
+        assert [replica.ref for replica, _ in call.groups] == [0, 1]
+        assert call.outputs == 2 * len(call.rows)
+    for call in calls:
+        started.got_reply(call.id, 0.1)
+    assert started.done
+    assert sorted(slot for part in started.parts for slot in part.slots) == list(range(10))
+
+
+def test_the_blocks_of_a_lost_worker_are_given_to_another_one_by_one() -> None:
+    ids = [[0, 4]] * 4
+    started = flight({0: ["a", "b"], 1: ["a", "b"]}, owners_of("a", "b"), ids=ids, block=2)
+    for call in sends(started.start(0.0)):
+        for retry in sends(started.got_failure(call.id, 0.1)):
+            assert len({row // 2 for row in retry.rows}) == 1
+            started.got_reply(retry.id, 0.2)
+    assert started.done
+    assert started.failed == {}
 
 
 def test_each_worker_gets_one_message_with_only_its_rows() -> None:
@@ -249,7 +300,8 @@ def test_whatever_workers_do_every_part_ends_once_and_nothing_stays_outstanding(
     names = ["a", "b", "c"]
     held = {w: data.draw(st.lists(st.sampled_from(names), unique=True)) for w in (0, 1)}
     owners = owners_of(*names)
-    started = flight(held, owners, fallback=data.draw(st.booleans()), deadline=2.0)
+    block = data.draw(st.integers(1, 4))
+    started = flight(held, owners, fallback=data.draw(st.booleans()), deadline=2.0, block=block)
     current = roster(WINDOWS, held)
     now = 0.0
     open_calls: dict[int, WorkerCall] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvasir_backbone import links
 from kvasir_backbone.dispatch import CallEnd
 from kvasir_backbone.links import DeviceLink
 from kvasir_node.calls import (
+    MAX_SMALL_BYTES,
     Call,
     Draining,
     Group,
@@ -44,6 +45,9 @@ class Session(MemorySession):
     outcome = None
     bytes_sent = bytes_received = 0
     needs_handshake = False
+
+    def bound_messages(self, small: int, allowance: Callable[[], int]) -> None:
+        self.small, self.allowance = small, allowance
 
     @property
     def closed(self) -> bool:
@@ -167,6 +171,28 @@ async def test_without_a_session_a_call_fails_at_once() -> None:
     made = Bench()
     made.submit(7)
     assert made.ends[0].code == "unreachable"
+
+
+async def test_a_device_may_send_large_messages_only_as_its_outstanding_calls_allow() -> None:
+    async with bench() as made:
+        await made.read()
+        session = made.sessions[-1]
+        assert session.small == MAX_SMALL_BYTES
+        assert session.allowance() == 0
+        made.link.submit(7, encode(make_call(7)), made.ends.append, 5_000_000)
+        made.link.submit(8, encode(make_call(8)), made.ends.append, 2_000_000)
+        assert session.allowance() == 5_000_000
+        await made.say(Reply(7, 1, 0, 0, bytes(16)))
+        await until(lambda: bool(made.ends), what="the reply")
+        assert session.allowance() == 2_000_000
+
+
+async def test_all_references_are_announced_again_to_a_device_that_seems_to_know_others() -> None:
+    async with bench() as made:
+        first = await made.read()
+        made.link.announce()
+        made.link.announce_again()
+        assert await made.read() == first
 
 
 async def test_more_messages_than_the_bound_are_refused_here() -> None:

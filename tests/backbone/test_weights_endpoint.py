@@ -114,7 +114,33 @@ async def test_who_holds_no_claim_gets_nothing_after_the_claim_was_waited_for(si
     status, body, _ = await site.get(f"bytes={FIRST.start}-{FIRST.start}", key=SigningKey.generate())
     assert status == 403
     assert b"claim a window first" in body
-    assert site.waits == [weights.CLAIM_WAIT_S]
+    assert site.waits == [0.0, weights.CLAIM_WAIT_S]
+
+
+async def test_keys_without_claims_neither_fill_the_book_of_nonces_nor_wait_without_bound(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = f"bytes={FIRST.start}-{FIRST.start}"
+    for _ in range(3):
+        assert (await site.get(span, key=SigningKey.generate()))[0] == 403
+    assert len(site.endpoint._nonces._seen) == 0
+    gate = asyncio.Event()
+
+    async def leased(device: PublicKey, wait_s: float) -> Collection[Window]:
+        if wait_s and device not in site.held:
+            await gate.wait()
+        return site.held.get(device, ())
+
+    monkeypatch.setattr(weights, "WAITING", 2)
+    monkeypatch.setattr(site.endpoint, "_leased", leased)
+    first = [asyncio.create_task(site.get(span, key=SigningKey.generate())) for _ in range(2)]
+    await until(lambda: site.endpoint._waiting == 2, what="two requests that wait")
+    status, _, headers = await site.get(span, key=SigningKey.generate())
+    assert (status, headers["Retry-After"]) == (429, "1")
+    assert (await site.get(span))[0] == 206, "who holds a claim is served meanwhile"
+    gate.set()
+    assert [status for status, _, _ in await asyncio.gather(*first)] == [403] * 2
+    assert site.endpoint._waiting == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvasir_backbone.audit import NormBand
@@ -104,12 +104,21 @@ class TwoNodes:
         return self._roster
 
     def submit(
-        self, device: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]
+        self,
+        device: PublicKey,
+        call_id: int,
+        message: Buffers,
+        done: Callable[[CallEnd], None],
+        *,
+        answer_bytes: int,
     ) -> None:
-        self.loop.call_soon_threadsafe(self.links[device].submit, call_id, message, done)
+        self.loop.call_soon_threadsafe(self.links[device].submit, call_id, message, done, answer_bytes)
 
     def tripped(self, device: PublicKey, reason: str) -> None:
         raise AssertionError(f"a node's breaker opened: {reason}")
+
+    def stale(self, replicas: Sequence[Replica], reason: str) -> None:
+        raise AssertionError(f"a node knows none of its leases: {reason}")
 
     # --- sessions
 
