@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import structlog
 from aiohttp import web
@@ -41,6 +41,9 @@ from .prompting import Prompter
 Outcome = Literal["completed", "refused", "failed", "cancelled"]
 
 Parse = Callable[[dict[str, Any]], Body]
+
+OFF_LOOP_BYTES: Final = 64 * 1024
+"""Longer bodies are parsed off the event loop."""
 
 _log = structlog.get_logger("backbone")
 

@@ -6,6 +6,7 @@ Each function is one piece of work inside a `Session` of `market.store`.
 from __future__ import annotations
 
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,6 +32,12 @@ from .wallet import CHALLENGE_LIFETIME_S, CLOCK_SKEW_S, Challenge, Grant, open_g
 from .wire import Hash
 
 MAX_CHALLENGES: Final = 10_000
+ADDRESS_CHALLENGES: Final = 64
+"""Most sign-ins that one address may have begun and not finished within 300 s."""
+
+WALLET_CHALLENGES: Final = 16
+"""Most of these for one wallet. Counted by address: anybody can name a wallet, and must not lock it out."""
+
 RELAY_SILENCE_S: Final = 180.0
 _NONCE: Final = re.compile(r"\nNonce: ([A-Za-z0-9]{22,64})\n")
 
@@ -42,11 +49,54 @@ class Device:
     key: PublicKey
     wallet: PublicKey
     grant: Hash
+    grant_ends_at: int
     start_generation: int
     network: str
     budget_bytes: int
     addresses: tuple[str, ...]
     rate: float | None
+
+
+class SignIns:
+    """Sign-ins begun and not finished, by address: nobody proved anything yet, so each address has a share.
+
+    Kept by this process alone; the store's own bound is for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._begun: OrderedDict[str, tuple[float, str, bytes]] = OrderedDict()
+        self._addresses: Counter[str] = Counter()
+        self._wallets: Counter[tuple[str, bytes]] = Counter()
+
+    def enter(self, address: str, wallet: bytes, nonce: str, *, now: float) -> None:
+        """Note a sign-in. Raises `Refused` (quota) if its address or wallet has begun too many."""
+        while self._begun and now - next(iter(self._begun.values()))[0] > CHALLENGE_LIFETIME_S:
+            self.leave(next(iter(self._begun)))
+        if self._addresses[address] >= ADDRESS_CHALLENGES:
+            raise Refused("quota", f"too many sign-ins begun from {address}", retry_after_s=30)
+        if self._wallets[address, wallet] >= WALLET_CHALLENGES:
+            raise Refused("quota", "too many sign-ins begun for this wallet: finish one", retry_after_s=30)
+        self._begun[nonce] = (now, address, wallet)
+        self._addresses[address] += 1
+        self._wallets[address, wallet] += 1
+
+    def leave(self, nonce: str | None) -> None:
+        """A sign-in is finished, or failed. One that is not known changes nothing."""
+        if nonce is None or nonce not in self._begun:
+            return
+        _, address, wallet = self._begun.pop(nonce)
+        self._addresses[address] -= 1
+        self._wallets[address, wallet] -= 1
+        if not self._addresses[address]:
+            del self._addresses[address]
+        if not self._wallets[address, wallet]:
+            del self._wallets[address, wallet]
+
+
+def nonce_of(text: str) -> str | None:
+    """The nonce that a sign-in text carries, or None."""
+    match = _NONCE.search(text)
+    return None if match is None else match[1]
 
 
 def offer_challenge(
@@ -90,11 +140,11 @@ def take_challenge(session: Session, text: str) -> str | None:
 
     Runs in a transaction of its own, so the nonce is gone whatever is found out about the rest.
     """
-    match = _NONCE.search(text)
-    if match is None:
+    nonce = nonce_of(text)
+    if nonce is None:
         return None
     taken: str | None = session.value(
-        delete(t.challenges).where(t.challenges.c.nonce == match[1]).returning(t.challenges.c.text)
+        delete(t.challenges).where(t.challenges.c.nonce == nonce).returning(t.challenges.c.text)
     )
     return taken
 
@@ -160,6 +210,7 @@ def find_device(session: Session, author: Author, *, lock: bool = False) -> Devi
         key=PublicKey(row.device),
         wallet=PublicKey(row.wallet),
         grant=Hash(row.grant),
+        grant_ends_at=row.expires_at,
         start_generation=row.start_generation,
         network=row.network,
         budget_bytes=row.budget_bytes,

@@ -6,6 +6,8 @@ entry are one transaction, so a market killed at any point has both or neither.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
@@ -23,6 +25,12 @@ from .store import Session
 log = structlog.get_logger("market")
 
 HEAD: Final = "ledger"
+BATCH: Final = 4096
+"""Entries read at once while the ledger is checked."""
+
+WHOLE_S: Final = 3600.0
+BROKEN_S: Final = 60.0
+"""How often all of the ledger is checked again while it holds, and while it does not."""
 
 
 def post_receipt(session: Session, receipt: Receipt, certificate: Certificate) -> m.Done:
@@ -182,30 +190,81 @@ def post_entry(session: Session, entry: ledger.Entry) -> None:
             session.run(insert(t.accounts).values(account=posting.account, balance=posting.amount, entries=1))
 
 
+class LedgerCheck:
+    """What one process has checked of the ledger, so that it checks each entry once.
+
+    Each look first makes sure that the entry it stopped at is still the same, checks what came after it,
+    and compares the balances. A change to an older entry is found when all is checked again: at the start,
+    on demand, every hour. Use one look at a time, each in a transaction begun after the one before.
+    """
+
+    def __init__(self) -> None:
+        self._progress = ledger.Progress()
+        self._problem: str | None = None
+        self._whole_at = -math.inf
+
+    def check(self, session: Session, *, whole: bool = False) -> str | None:
+        """What is wrong with the ledger, or None."""
+        again_s = WHOLE_S if self._problem is None else BROKEN_S
+        if whole or session.now - self._whole_at >= again_s:
+            self._progress, self._problem, self._whole_at = ledger.Progress(), None, session.now
+        if self._problem is None:
+            try:
+                self._progress = _checked(session, self._progress)
+            except ledger.LedgerBroken as error:
+                self._problem = str(error)
+                log.error("ledger.broken", reason=self._problem)
+        return self._problem
+
+
 def check_ledger(session: Session) -> dict[str, int]:
     """Every balance, recomputed from all entries. Raises `LedgerBroken` if anything does not hold."""
+    return _checked(session, ledger.Progress()).balances
+
+
+def _checked(session: Session, progress: ledger.Progress) -> ledger.Progress:
+    """`progress` and all entries after it, checked, balances too. Raises `LedgerBroken`."""
+    entries = t.ledger_entries.c
+    if progress.head.sequence:
+        stored = session.value(select(entries.hash).where(entries.sequence == progress.head.sequence))
+        if stored != progress.head.hash:
+            raise ledger.LedgerBroken(f"ledger entry {progress.head.sequence} is gone or was replaced")
+    balances = dict(progress.balances)
+    head = progress.head
+    while True:
+        found = session.rows(
+            select(t.ledger_entries)
+            .where(entries.sequence > head.sequence)
+            .order_by(entries.sequence)
+            .limit(BATCH)
+        )
+        if not found:
+            break
+        postings = _postings(session, head.sequence, found[-1].sequence)
+        read = [_entry(row, postings.get(row.sequence, ())) for row in found]
+        head = ledger.check_chain(read, (row.hash for row in found), head=head, balances=balances)
+    if balances != {row.account: row.balance for row in session.rows(select(t.accounts))}:
+        raise ledger.LedgerBroken("the stored balances are not what the entries add up to")
+    if sum(balances.values()):
+        raise ledger.LedgerBroken("the balances do not add up to zero")
+    return ledger.Progress(head, balances)
+
+
+def _postings(session: Session, after: int, last: int) -> dict[int, list[ledger.Posting]]:
+    """The postings of the entries after `after` up to `last`."""
+    columns = t.ledger_postings.c
     postings: dict[int, list[ledger.Posting]] = {}
     for row in session.rows(
-        select(t.ledger_postings).order_by(t.ledger_postings.c.entry, t.ledger_postings.c.position)
+        select(t.ledger_postings)
+        .where(columns.entry > after, columns.entry <= last)
+        .order_by(columns.entry, columns.position)
     ):
         postings.setdefault(row.entry, []).append(ledger.Posting(row.account, row.amount))
-    rows = session.rows(select(t.ledger_entries).order_by(t.ledger_entries.c.sequence))
-    entries = (
-        ledger.Entry(
-            row.sequence,
-            row.kind,
-            row.reference,
-            row.posted_at,
-            tuple(postings.get(row.sequence, ())),
-            row.previous,
-        )
-        for row in rows
-    )
-    balances = ledger.check_chain(entries, (row.hash for row in rows))
-    stored = {row.account: row.balance for row in session.rows(select(t.accounts))}
-    if balances != stored:
-        raise ledger.LedgerBroken("the stored balances are not what the entries add up to")
-    return balances
+    return postings
+
+
+def _entry(row: Any, postings: Sequence[ledger.Posting]) -> ledger.Entry:
+    return ledger.Entry(row.sequence, row.kind, row.reference, row.posted_at, tuple(postings), row.previous)
 
 
 # --- statements --------------------------------------------------------------------------------------------
@@ -246,19 +305,43 @@ def _voided(session: Session, wallet: PublicKey) -> int:
     return -int(taken or 0)
 
 
-def credit_table(session: Session) -> m.CreditTable:
-    """Every wallet's balance, and whether the ledger holds from its first entry on."""
-    try:
-        balances = check_ledger(session)
-        balanced = sum(balances.values()) == 0
-    except ledger.LedgerBroken as error:
-        log.error("ledger.broken", reason=str(error))
-        balanced = False
-    issued = session.value(select(t.accounts.c.balance).where(t.accounts.c.account == ledger.ISSUANCE))
-    rows = session.rows(select(t.wallets.c.wallet).order_by(t.wallets.c.wallet))
+def credit_table(session: Session, *, balanced: bool) -> m.CreditTable:
+    """Every wallet's balance; `balanced`: whether the ledger was found to hold (see `LedgerCheck`)."""
+    balances = {row.account: row.balance for row in session.rows(select(t.accounts))}
+    receipts = _by_wallet(session, t.receipts.c.wallet, func.count())
+    late = _by_wallet(session, t.chains.c.wallet, func.sum(t.chains.c.bytes - t.chains.c.acknowledged_bytes))
+    voided = _all_voided(session) if ledger.VOID in balances else {}
+    wallets = session.rows(select(t.wallets.c.wallet, t.wallets.c.calls).order_by(t.wallets.c.wallet))
     return m.CreditTable(
         balanced=balanced,
-        issued=-(issued or 0),
+        issued=-balances.get(ledger.ISSUANCE, 0),
         entries=session.value(select(func.count()).select_from(t.ledger_entries)),
-        wallets=tuple(statement(session, PublicKey(row.wallet)) for row in rows),
+        wallets=tuple(
+            m.CreditStatement(
+                wallet=wallet,
+                escrow=balances.get(ledger.escrow(wallet), 0),
+                available=balances.get(ledger.available(wallet), 0),
+                void=voided.get(ledger.escrow(wallet), 0),
+                unacknowledged=late.get(wallet, 0),
+                receipts=receipts.get(wallet, 0),
+                calls=calls,
+            )
+            for wallet, calls in ((PublicKey(row.wallet), row.calls) for row in wallets)
+        ),
     )
+
+
+def _by_wallet(session: Session, wallet: Any, figure: Any) -> dict[bytes, int]:
+    """One figure of every wallet."""
+    return {key: int(value) for key, value in session.rows(select(wallet, figure).group_by(wallet))}
+
+
+def _all_voided(session: Session) -> dict[str, int]:
+    """What was taken back from each escrow account."""
+    rows = session.rows(
+        select(t.ledger_postings.c.account, func.sum(t.ledger_postings.c.amount))
+        .join(t.ledger_entries, t.ledger_entries.c.sequence == t.ledger_postings.c.entry)
+        .where(t.ledger_entries.c.kind == "void")
+        .group_by(t.ledger_postings.c.account)
+    )
+    return {account: -int(amount) for account, amount in rows}

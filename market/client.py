@@ -419,9 +419,13 @@ class MarketClient:
         """Every device seen within a day."""
         return (await self._get("/nodes", m.NodesAnswer, limit=LARGE_ANSWER)).nodes
 
-    async def credit_table(self) -> m.CreditTable:
-        """Every wallet's balance, and whether the whole ledger holds."""
-        return await self._get("/credit-table", m.CreditTable, limit=LARGE_ANSWER, timeout=60.0)
+    async def credit_table(self, *, whole: bool = False) -> m.CreditTable:
+        """Every wallet's balance, and whether the ledger holds.
+
+        The market checks what is new in it; with `whole` it checks everything again.
+        """
+        target = "/credit-table?whole=1" if whole else "/credit-table"
+        return await self._get(target, m.CreditTable, limit=LARGE_ANSWER, timeout=60.0)
 
     # --- one exchange
 

@@ -10,6 +10,7 @@ import asyncio
 import importlib.metadata
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -45,6 +46,9 @@ from .wire import LeaseId, padding, to_json
 log = structlog.get_logger("market")
 
 MAX_TICKETS: Final = 8
+LOOK_S: Final = 1.0
+"""How often who waits for hashes looks whether another process published them."""
+
 MAX_PROBES: Final = 4
 MAX_PROBE_BYTES: Final = 1_000_000
 VERSION: Final = importlib.metadata.version("kvasir")
@@ -53,11 +57,15 @@ Listings = Callable[[], Sequence[m.RelayListing]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request as a handler sees it: verified author (None where anyone may ask) and parsed body."""
+    """One request as a handler sees it: verified author (None where anyone may ask) and parsed body.
+
+    `address` is what the client's address counts as, for quotas.
+    """
 
     request: web.Request
     author: Author | None
     body: Any
+    address: str
 
     @property
     def signed_by(self) -> Author:
@@ -122,6 +130,23 @@ class Handlers:
         self.watchers = Watchers()
         self.public_urls = list(config.public_urls)
         self._probes = 0
+        self._sign_ins = admission.SignIns()
+        self._awaiting = Watchers()
+        self._waits: Counter[str] = Counter()
+        self._ledger = banking.LedgerCheck()
+        self._checking = asyncio.Lock()
+        self._gaps: tuple[float, bytes] | None = None
+        self._asking = asyncio.Lock()
+
+    def close(self) -> None:
+        """Tell everybody who waits to stop."""
+        self.watchers.close()
+        self._awaiting.close()
+
+    async def check_ledger(self, *, whole: bool = False) -> str | None:
+        """What is wrong with the ledger, or None: its new entries, or all of it."""
+        async with self._checking:  # one after another: each sees all that the one before saw
+            return await self.store.read(lambda session: self._ledger.check(session, whole=whole))
 
     def desk(self) -> leasing.Desk:
         """What leasing works with, now."""
@@ -162,11 +187,16 @@ class Handlers:
     async def challenge(self, call: Call) -> m.ChallengeOffer:
         """POST /challenges."""
         nonce, urls = new_nonce(), tuple(self.public_urls)
-        return await self.store.write(
-            lambda session: admission.offer_challenge(
-                session, call.body, root=self.root, public_urls=urls, nonce=nonce
+        self._sign_ins.enter(call.address, call.body.wallet, nonce, now=self.clock())
+        try:
+            return await self.store.write(
+                lambda session: admission.offer_challenge(
+                    session, call.body, root=self.root, public_urls=urls, nonce=nonce
+                )
             )
-        )
+        except BaseException:
+            self._sign_ins.leave(nonce)
+            raise
 
     async def grant(self, call: Call) -> m.GrantAnswer:
         """POST /grants. The nonce is used up, whatever comes of the rest."""
@@ -175,6 +205,7 @@ class Handlers:
             return admission.take_challenge(session, call.body.text), session.now
 
         stored, now = await self.store.write(take, author=call.signed_by)
+        self._sign_ins.leave(admission.nonce_of(call.body.text))
         grant = admission.check_grant(stored, call.body, call.signed_by, root=self.root, now=now)
         answer = await self.store.write(lambda session: admission.store_grant(session, grant))
         log.info(
@@ -318,18 +349,38 @@ class Handlers:
         """GET /plans/{plan}/hashes: waits, within bounds, until they are made."""
         plan, window = call.plan, _window(call.request.query.get("window", ""))
         left = min(_seconds(call.request.query.get("wait", "0")), self.config.hashes_wait_s)
+        found = await self._read_hashes(plan, window)
+        if found is None and left > 0 and self._may_wait(call.address):
+            self._waits[call.address] += 1
+            try:
+                found = await self._await_hashes(plan, window, left)
+            finally:
+                self._waits[call.address] -= 1
+                self._waits += Counter()  # forget those that do not wait
+        if found is None:
+            raise Refused("not_found", f"the hashes of {window.name} are not made yet", retry_after_s=0.5)
+        return found
+
+    def _may_wait(self, address: str) -> bool:
+        """Whether one more request may wait; one that may not is told to ask again."""
+        config = self.config
+        return self._waits.total() < config.hashes_waits and self._waits[address] < config.address_waits
+
+    async def _await_hashes(self, plan: PlanId, window: Window, wait_s: float) -> m.Published | None:
+        """The hashes, if they come within `wait_s`: told by this process, or looked for every second."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + left
-        with self.watchers.watching(plan) as changed:
+        deadline = loop.time() + wait_s
+        with self._awaiting.watching(_hashes_key(plan, window)) as published:
             while True:
-                changed.clear()
-                found = await self.store.read(lambda s: publishing.get_hashes(s, plan, window))
-                if found is not None:
+                published.clear()
+                found = await self._read_hashes(plan, window)
+                left = deadline - loop.time()
+                if found is not None or left <= 0 or self._awaiting.closing:
                     return found
-                if not await within(changed, deadline - loop.time()) or self.watchers.closing:
-                    raise Refused(
-                        "not_found", f"the hashes of {window.name} are not made yet", retry_after_s=0.5
-                    )
+                await within(published, min(left, LOOK_S))
+
+    async def _read_hashes(self, plan: PlanId, window: Window) -> m.Published | None:
+        return await self.store.read(lambda session: publishing.get_hashes(session, plan, window))
 
     async def publish_hashes(self, call: Call) -> m.Done:
         """POST /hashes."""
@@ -341,9 +392,11 @@ class Handlers:
         signer = published.document.signer
         plan = await asyncio.to_thread(open_plan, published.document, signer)
         hashes.check(plan)
-        return await self.store.write(
+        done = await self.store.write(
             lambda session: publishing.publish_hashes(session, document, hashes, certificate), author=author
         )
+        self._awaiting.wake([_hashes_key(hashes.plan, hashes.window)])
+        return done
 
     async def wanted_hashes(self, call: Call) -> m.WindowsAnswer:
         """GET /plans/{plan}/wanted-hashes."""
@@ -438,14 +491,23 @@ class Handlers:
 
     async def credit_table(self, call: Call) -> m.CreditTable:
         """GET /credit-table."""
-        return await self.store.read(banking.credit_table)
+        whole = call.request.query.get("whole", "0")
+        if whole not in ("0", "1"):
+            raise RemoteProtocolError("whole is 0 or 1")
+        problem = await self.check_ledger(whole=whole == "1")
+        return await self.store.read(lambda session: banking.credit_table(session, balanced=problem is None))
 
     # --- operator and relay
 
-    async def gaps(self, call: Call) -> m.GapsAnswer:
-        """GET /gaps."""
-        rules = self.config.scarcity
-        return await self.store.read(lambda session: overview.gaps(session, rules))
+    async def gaps(self, call: Call) -> web.Response:
+        """GET /gaps: found out once a second, however many ask."""
+        rules, clock = self.config.scarcity, asyncio.get_running_loop().time
+        async with self._asking:
+            if self._gaps is None or clock() - self._gaps[0] >= self.config.gaps_s:
+                answer = await self.store.read(lambda session: _json_bytes(overview.gaps(session, rules)))
+                self._gaps = (clock(), answer)
+            body = self._gaps[1]
+        return web.Response(body=body, content_type="application/json")
 
     async def nodes(self, call: Call) -> m.NodesAnswer:
         """GET /nodes."""
@@ -465,6 +527,14 @@ class Handlers:
 
         self.relays.refresh(await self.store.write(work, author=author))
         return m.Done()
+
+
+def _hashes_key(plan: bytes, window: Window) -> bytes:
+    return bytes(plan) + window.name.encode("ascii")
+
+
+def _json_bytes(answer: object) -> bytes:
+    return json.dumps(to_json(answer), separators=(",", ":")).encode("utf-8")
 
 
 def _hex(text: str, size: int, what: str) -> bytes:

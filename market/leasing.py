@@ -228,7 +228,7 @@ def _grant_lease(
             download_bytes=window.download_bytes,
             kept_bytes=kept,
             claimed_at=facts.claimed_at,
-            expires_at=facts.expires_at,
+            expires_at=min(facts.expires_at, device.grant_ends_at),
             deadline=facts.deadline,
             revision=_next_revision(session, request.plan),
             document=document.to_bytes(),
@@ -291,18 +291,25 @@ def heartbeat(
     _end_older_starts(session, device, beat.start_generation, keep=tuple(named))
     held = select(t.leases).where(t.leases.c.lease.in_(list(named))).order_by(t.leases.c.lease)
     found = {row.lease: row for row in session.rows(held.with_for_update())}
+    ends = _grant_ends(session, {row.grant for row in found.values()})
     statuses = []
     for lease, item in named.items():
         row = found.get(lease)
         if row is None or row.device != device.key:
             statuses.append(m.LeaseStatus(lease, item.epoch, "ENDED", 0.0, "the market knows no such lease"))
         else:
-            statuses.append(_renew(session, desk, row, item, beat.start_generation, moved))
+            statuses.append(_renew(session, desk, row, item, beat.start_generation, moved, ends[row.grant]))
     return tuple(statuses), _notices(session, device)
 
 
 def _renew(
-    session: Session, desk: Desk, row: Any, item: m.LeaseBeat, generation: int, moved: bool
+    session: Session,
+    desk: Desk,
+    row: Any,
+    item: m.LeaseBeat,
+    generation: int,
+    moved: bool,
+    grant_ends_at: float,
 ) -> m.LeaseStatus:
     facts = _facts(row)
     over = why_over(facts, now=session.now)
@@ -312,18 +319,25 @@ def _renew(
             row = _one(session, row.lease)
         return _status(row, session.now)
     renewed = renew(facts, verified=max(0, item.verified_bytes), now=session.now, rules=desk.lease_rules)
+    expires_at = min(renewed.expires_at, grant_ends_at)  # a lease does not outlive what it was given for
     values: dict[str, Any] = {
         "verified_bytes": renewed.verified,
         "deadline": renewed.deadline,
-        "expires_at": renewed.expires_at,
+        "expires_at": expires_at,
         "start_generation": generation,
     }
     if moved:
         values["revision"] = _next_revision(session, row.plan)
     session.run(update(t.leases).where(t.leases.c.lease == row.lease).values(**values))
     return m.LeaseStatus(
-        LeaseId(row.lease), row.epoch, as_state(row.state), renewed.expires_at - session.now, row.reason
+        LeaseId(row.lease), row.epoch, as_state(row.state), expires_at - session.now, row.reason
     )
+
+
+def _grant_ends(session: Session, grants: set[bytes]) -> dict[bytes, float]:
+    """When each grant ends, in Unix seconds."""
+    rows = session.rows(select(t.grants.c.hash, t.grants.c.expires_at).where(t.grants.c.hash.in_(grants)))
+    return {row.hash: row.expires_at for row in rows}
 
 
 def _notices(session: Session, device: Device) -> tuple[str, ...]:
@@ -426,6 +440,8 @@ def add_ttl(session: Session, desk: Desk) -> None:
     more = desk.lease_rules.ttl_s
     active = t.leases.c.state != "ENDED"
     session.run(update(t.leases).where(active).values(expires_at=session.now + more))
+    ends = select(t.grants.c.expires_at).where(t.grants.c.hash == t.leases.c.grant).scalar_subquery()
+    session.run(update(t.leases).where(active, t.leases.c.expires_at > ends).values(expires_at=ends))
     session.run(
         update(t.leases)
         .where(active, t.leases.c.deadline.is_not(None))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 from relay.errors import KvasirError, LocalProtocolError
@@ -118,14 +118,29 @@ def compensate(head: Head, entry: Entry, *, reference: bytes, posted_at: int) ->
     return make_entry(head, "compensate", reference=reference, postings=postings, posted_at=posted_at)
 
 
-def check_chain(entries: Iterable[Entry], hashes: Iterable[bytes]) -> dict[str, int]:
-    """Every account's balance, after checking all of the ledger against the `hashes` stored with it.
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a ledger was checked, and every account's balance up to there."""
 
+    head: Head = Head()
+    balances: dict[str, int] = field(default_factory=dict)
+
+
+def check_chain(
+    entries: Iterable[Entry],
+    hashes: Iterable[bytes],
+    *,
+    head: Head | None = None,
+    balances: dict[str, int] | None = None,
+) -> Head:
+    """Check the entries after `head` (None: all) against the `hashes` stored with them.
+
+    Returns the last entry's head, and adds what the entries move to `balances`, which are those at `head`.
     Raises `LedgerBroken` at the first entry that does not follow, does not add up, was changed, or takes
     an account other than issuance below zero.
     """
-    balances: dict[str, int] = {}
-    head = Head()
+    balances = {} if balances is None else balances
+    head = head or Head()
     for entry, stored in zip(entries, hashes, strict=True):
         problem = _problem(entry)
         if problem is None and (entry.sequence, entry.previous) != (head.sequence + 1, head.hash):
@@ -139,7 +154,7 @@ def check_chain(entries: Iterable[Entry], hashes: Iterable[bytes]) -> dict[str, 
         if problem is not None:
             raise LedgerBroken(f"ledger entry {entry.sequence}: {problem}")
         head = Head(entry.sequence, stored)
-    return balances
+    return head
 
 
 def _problem(entry: Entry) -> str | None:

@@ -166,6 +166,11 @@ class Claim:
         """ "device", or the certificate's role."""
         return "device" if self.certificate is None else self.certificate.role
 
+    def check_body(self, body_hash: bytes) -> None:
+        """Raises `IdentityError` if the headers name another SHA-256 for the body."""
+        if self.body_hash is not None and self.body_hash != body_hash:
+            raise IdentityError(f"the body is not the one that {BODY_HEADER} names")
+
     def verify(
         self,
         method: str,
@@ -177,8 +182,7 @@ class Claim:
         serials: SerialBook | None = None,
     ) -> Author:
         """The author, if the signature covers a body of that SHA-256. Raises as `verify_request` does."""
-        if self.body_hash is not None and self.body_hash != body_hash:
-            raise IdentityError(f"the body is not the one that {BODY_HEADER} names")
+        self.check_body(body_hash)
         verify(self.key, self.signature, request_message(method, target, body_hash, self.time, self.nonce))
         if serials is not None and self.certificate is not None:
             serials.accept(self.certificate)
@@ -212,9 +216,7 @@ def _parse_moment(text: str) -> int:
     return int(text)
 
 
-def _read_certificate(
-    text: str | None, key: PublicKey, root: bytes, now: float
-) -> Certificate | None:
+def _read_certificate(text: str | None, key: PublicKey, root: bytes, now: float) -> Certificate | None:
     if text is None:
         return None
     document = SignedDocument.from_bytes(decode_bytes(text, CERTIFICATE_HEADER))

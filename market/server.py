@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -60,6 +61,15 @@ _LARGE: Final = (m.SnapshotListing, m.NodesAnswer, m.GapsAnswer, m.CreditTable, 
 ALIVE: Final = "alive"
 RENEWAL_S: Final = 3600.0
 """How often a market on its own looks whether its certificate is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A request before its body: from where (as quotas count), who it says it is, who it proved to be."""
+
+    address: str
+    claim: Claim | None
+    author: Author | None
 
 
 class Market:
@@ -128,7 +138,8 @@ class Market:
             self._handlers.public_urls.append(url)
 
     async def run(self) -> None:
-        """End what is over and move targets, for ever."""
+        """Check the ledger once, then end what is over and move targets, for ever."""
+        await self._check_ledger()
         last_targets = 0.0
         while True:
             await asyncio.sleep(self.config.sweep_s)
@@ -140,9 +151,15 @@ class Market:
             except SQLAlchemyError as error:
                 log.error("market.store_failed", reason=str(error.__cause__ or error))
 
+    async def _check_ledger(self) -> None:
+        try:
+            await self._handlers.check_ledger(whole=True)
+        except SQLAlchemyError as error:
+            log.error("market.store_failed", reason=str(error.__cause__ or error))
+
     async def close(self) -> None:
         """End the watches and close the store."""
-        self._handlers.watchers.close()
+        self._handlers.close()
         await self._store.close()
 
     async def _sweep(self, targets: bool) -> None:
@@ -165,7 +182,7 @@ class Market:
         self._handlers.watchers.wake(changed)
 
     async def _shutdown(self, app: web.Application) -> None:
-        self._handlers.watchers.close()
+        self._handlers.close()
 
     # --- HTTP
 
@@ -176,10 +193,9 @@ class Market:
             outcome = "ok"
             hold: Hold | None = None
             try:
-                claim = self._read_claim(route, request)
-                known = claim is not None and claim.body_hash is not None
-                hold = self._bodies.hold(self._address(request), verified=known)
-                answer = await serve_call(await self._admit(route, request, claim, hold))
+                head = self._read_head(route, request)
+                hold = self._bodies.hold(head.address, verified=head.author is not None)
+                answer = await serve_call(await self._admit(route, request, head, hold))
                 if isinstance(answer, web.StreamResponse):
                     return answer
                 if isinstance(answer, _LARGE):
@@ -200,21 +216,21 @@ class Market:
 
         return handle
 
-    def _read_claim(self, route: Route, request: web.Request) -> Claim | None:
+    def _read_head(self, route: Route, request: web.Request) -> _Head:
         """Who asks, by the headers alone; verified before the body is read if they name the body's hash.
 
         Raises `KvasirError`: what is refused here is never read.
         """
+        forwarded = request.headers.getall("X-Forwarded-For", ())
+        address = quota_key(client_address(request.remote or "unknown", forwarded, self._proxies))
         if route.who == "anyone":
-            return None
-        now = self._clock()
-        claim = read_claim(request.headers, now=now, root=self.root)
+            return _Head(address, None, None)
+        claim = read_claim(request.headers, now=self._clock(), root=self.root)
         allowed = ("device", "backbone") if route.who == "signed" else (route.who,)
         if claim.role not in allowed:
             raise Refused("forbidden", f"this is for a {' or a '.join(allowed)}, not for a {claim.role}")
-        if claim.body_hash is not None:
-            self._verify(claim, request, claim.body_hash)
-        return claim
+        author = None if claim.body_hash is None else self._verify(claim, request, claim.body_hash)
+        return _Head(address, claim, author)
 
     def _verify(self, claim: Claim, request: web.Request, body_hash: bytes) -> Author:
         return claim.verify(
@@ -226,38 +242,34 @@ class Market:
             serials=self._serials,
         )
 
-    async def _admit(self, route: Route, request: web.Request, claim: Claim | None, hold: Hold) -> Call:
+    async def _admit(self, route: Route, request: web.Request, head: _Head, hold: Hold) -> Call:
         """Read, verify and parse one request. Raises `KvasirError`."""
-        limit = route.max_body
-        if claim is not None and claim.body_hash is None:
+        length, limit = request.content_length, route.max_body
+        if head.author is None and route.who != "anyone":
             limit = min(limit, SMALL_BODY)
-        length = request.content_length
-        if length is not None and limit < length <= route.max_body:
-            raise RemoteProtocolError(
-                f"a body of over {limit} bytes is read only if the {BODY_HEADER} header names its SHA-256"
-            )
+            if length is not None and limit < length <= route.max_body:
+                raise RemoteProtocolError(
+                    f"a body of over {limit} bytes is read only if {BODY_HEADER} names its SHA-256"
+                )
         body = await hold.read(request.content.iter_any(), length, limit)
         admit = self._author_and_body
         if len(body) > OFF_LOOP_BYTES:
-            author, parsed = await asyncio.to_thread(admit, route, request, claim, body)
+            author, parsed = await asyncio.to_thread(admit, route, request, head, body)
         else:
-            author, parsed = admit(route, request, claim, body)
+            author, parsed = admit(route, request, head, body)
         if author is not None and author.certificate is not None:
             await self._note_operator(author)
-        return Call(request, author, parsed, self._address(request))
+        return Call(request, author, parsed, head.address)
 
     def _author_and_body(
-        self, route: Route, request: web.Request, claim: Claim | None, body: bytes
+        self, route: Route, request: web.Request, head: _Head, body: bytes
     ) -> tuple[Author | None, Any]:
-        author = None
-        if claim is not None:
-            author = self._verify(claim, request, hashlib.sha256(body).digest())
+        author = head.author
+        if head.claim is not None:
+            body_hash = hashlib.sha256(body).digest()
+            head.claim.check_body(body_hash)
+            author = author or self._verify(head.claim, request, body_hash)
         return author, None if route.body is None else from_json(route.body, _json(body))
-
-    def _address(self, request: web.Request) -> str:
-        """What the client's address counts as, for quotas."""
-        forwarded = request.headers.getall("X-Forwarded-For", ())
-        return quota_key(client_address(request.remote or "unknown", forwarded, self._proxies))
 
     async def _note_operator(self, author: Author) -> None:
         """Remember a new certificate, so that the ones it replaces stay replaced after a restart."""
