@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvasir_node.precision import QUANTISERS
 from kvasir_node.residual import residual
 from market.plans import Plan
 from market.windows import Window
@@ -29,6 +30,9 @@ LIMIT: Final = 1e-5
 
 LIMIT_INT8_ACTIVATIONS: Final = 1e-4
 """The same where a numerics class declares int8 activations."""
+
+INTEGER_WEIGHTS: Final = frozenset({"int8", "int4"})
+"""The precisions whose kernels may quantise activations to int8."""
 
 GROSS: Final = 0.05
 """One d above this is enough for quarantine."""
@@ -60,10 +64,17 @@ Reference = Callable[[int, int, Tensor, str], Tensor]
 """(layer, expert, rows [n, width], precision) -> outputs [n, width], computed here from the checkpoint."""
 
 
-def limit_of(numerics: str) -> float:
-    """The largest d of an honest replica of a class (see `kvasir_node.experts.numerics_class`)."""
+def limit_of(numerics: str, precision: str) -> float:
+    """The largest d of an honest replica of a class (see `kvasir_node.execution.numerics_class`).
+
+    The class is the device's own word, `precision` what the market leased it the window at: int8 activations
+    are believed only beside weights of that precision's quantiser, and only where those are integers.
+    """
     parts = numerics.split("/")
-    return LIMIT_INT8_ACTIVATIONS if len(parts) > 2 and parts[2] == "int8" else LIMIT
+    declared = len(parts) > 2 and parts[2] == "int8"
+    if declared and precision in INTEGER_WEIGHTS and parts[1] == QUANTISERS[precision]:
+        return LIMIT_INT8_ACTIVATIONS
+    return LIMIT
 
 
 def unfinite_rows(outputs: Tensor) -> list[int]:

@@ -137,7 +137,7 @@ class SampledAuditor:
         with self._lock:
             self._stats = replace(self._stats, rejected=self._stats.rejected + 1)
             trust = self._trust.setdefault(replica.wallet, Trust())
-            reason = trust.verdict(d, limit_of(replica.numerics))
+            reason = trust.verdict(d, limit_of(replica.numerics, replica.precision))
         if reason is not None:
             self._on_verdict(replica, reason, d)
 
@@ -155,7 +155,7 @@ class SampledAuditor:
 
     def _recompute(self, replica: Replica, sample: Sample) -> None:
         started = time.thread_time()
-        limit = limit_of(replica.numerics)
+        limit = limit_of(replica.numerics, replica.precision)
         d = judge_sample(sample, replica.precision, self._references.run, self._band)
         with self._lock:
             reason = self._trust[replica.wallet].verdict(d, limit)

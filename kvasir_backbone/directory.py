@@ -93,6 +93,11 @@ class Directory:
         known = self._holdings.get(assignment.lease)
         if known is not None and known.assignment == assignment:
             return set()
+        devices = {assignment.device}
+        if known is not None and known.device != assignment.device:
+            devices.add(known.device)
+            self._take(assignment.lease)
+            known = None
         if known is not None:
             ref = known.ref
         else:
@@ -102,12 +107,10 @@ class Directory:
                 ref = (ref + 1) % 0x10000
             self._next_ref[assignment.device] = (ref + 1) % 0x10000
         self._keep(Holding(assignment, ref))
-        return {assignment.device} if known is None else {assignment.device, known.device}
+        return devices
 
     def _keep(self, holding: Holding) -> None:
         lease = holding.assignment.lease
-        if lease in self._holdings and self._holdings[lease].device != holding.device:
-            self._take(lease)
         self._holdings[lease] = holding
         self._by_device.setdefault(holding.device, {})[lease] = holding
 
@@ -150,17 +153,24 @@ class Directory:
         """The windows whose bytes the device may fetch."""
         return frozenset(holding.assignment.window for holding in self.of(device))
 
-    def roster(self, connected: Collection[PublicKey], *, usable: Collection[PublicKey]) -> Roster:
+    def roster(
+        self,
+        connected: Collection[PublicKey],
+        *,
+        usable: Collection[PublicKey],
+        stale: Collection[tuple[bytes, int]] = (),
+    ) -> Roster:
         """The proven replicas for the planner.
 
-        `connected` are the devices with a session; devices that are not `usable` are left out.
+        `connected` are the devices with a session; devices that are not `usable` are left out, and so are
+        leases that are `stale` at their epoch.
         """
         found: dict[int, list[Replica]] = {}
         for holding in self._holdings.values():
             assignment = holding.assignment
             if assignment.state != "PROVEN" or assignment.window not in self.windows.number:
                 continue
-            if assignment.device not in usable:
+            if assignment.device not in usable or (assignment.lease, assignment.epoch) in stale:
                 continue
             found.setdefault(self.windows.number[assignment.window], []).append(
                 Replica(

@@ -371,7 +371,7 @@ class SwarmDispatcher:
             if not bool(torch.isfinite(expected).all()):
                 continue
             d = float(residual(outputs[place].unsqueeze(0), expected).max())
-            if d > limit_of(replica.numerics):
+            if d > limit_of(replica.numerics, replica.precision):
                 reason = f"an output of expert {expert_of[place]} of layer {run.layer} was wrong: d = {d:.3g}"
                 if self._auditor is not None:
                     self._auditor.rejected(replica, d)

@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -135,6 +135,7 @@ class Swarm:
         self._tasks: dict[PublicKey, asyncio.Task[None]] = {}
         self._wakes: dict[PublicKey, asyncio.Event] = {}
         self._acks: dict[PublicKey, bytes] = {}
+        self._stale: set[tuple[bytes, int]] = set()  # leases whose device refused them at that epoch
         self._starts: dict[PublicKey, int] = {}
         self._relays: dict[str, RelayClient] = {}
         self._addresses: dict[PublicKey, tuple[str, ...]] = {}
@@ -176,26 +177,41 @@ class Swarm:
         return self._roster
 
     def submit(
-        self, device: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]
+        self,
+        device: PublicKey,
+        call_id: int,
+        message: Buffers,
+        done: Callable[[CallEnd], None],
+        *,
+        answer_bytes: int,
     ) -> None:
         """See `dispatch.Lines.submit`."""
         try:
-            self._loop.call_soon_threadsafe(self._submit, device, call_id, message, done)
+            self._loop.call_soon_threadsafe(self._submit, device, call_id, message, done, answer_bytes)
         except RuntimeError:  # the loop is closed: the daemon is ending
             done(CallEnd(call_id, time.monotonic(), message="the backbone is shutting down"))
 
     def _submit(
-        self, device: PublicKey, call_id: int, message: Buffers, done: Callable[[CallEnd], None]
+        self,
+        device: PublicKey,
+        call_id: int,
+        message: Buffers,
+        done: Callable[[CallEnd], None],
+        answer_bytes: int,
     ) -> None:
         link = self._links.get(device)
         if link is None:
             done(CallEnd(call_id, time.monotonic(), message="the device has no session"))
         else:
-            link.submit(call_id, message, done)
+            link.submit(call_id, message, done, answer_bytes)
 
     def tripped(self, device: PublicKey, reason: str) -> None:
         """See `dispatch.Lines.tripped`."""
         self._soon(self._on_trip, device, reason)
+
+    def stale(self, replicas: Sequence[Replica], reason: str) -> None:
+        """See `dispatch.Lines.stale`."""
+        self._soon(self._on_stale, replicas, reason)
 
     def _soon(self, work: Callable[..., None], *arguments: object) -> None:
         try:
@@ -206,6 +222,24 @@ class Swarm:
     def _on_trip(self, device: PublicKey, reason: str) -> None:
         _log.warning("breaker.opened", device=address_of(device), reason=reason)
         self._wake(device)
+
+    def _on_stale(self, replicas: Sequence[Replica], reason: str) -> None:
+        """Leave the leases out until the market says more of them or a proving call is answered again."""
+        for replica in replicas:
+            _log.warning(
+                "lease.stale",
+                device=address_of(replica.device),
+                window=replica.window.name,
+                epoch=replica.epoch,
+                reason=reason,
+            )
+            self._stale.add((replica.lease, replica.epoch))
+        self._publish()
+        for device in {replica.device for replica in replicas}:
+            link = self._links.get(device)
+            if link is not None:
+                link.announce_again()
+            self._wake(device)
 
     def _verdict_from_thread(self, replica: Replica, reason: str, d: float) -> None:
         self._soon(self._on_verdict, replica, reason, d)
@@ -365,6 +399,8 @@ class Swarm:
                 epoch=assignment.epoch,
                 reason=reason,
             )
+        if self._stale:
+            self._stale &= {(h.assignment.lease, h.assignment.epoch) for h in self.directory.all()}
         self._sign_leaving(difference)
         self._refuse_quarantined(difference)
         wanted = self.directory.devices()
@@ -435,7 +471,7 @@ class Swarm:
         """Make the roster anew, and say which windows lost or found an owner."""
         connected = {d for d, link in self._links.items() if link.session is not None and not link.draining}
         usable = {device for device in self._links if self.book.knows(device)}
-        self._roster = self.directory.roster(connected, usable=usable)
+        self._roster = self.directory.roster(connected, usable=usable, stale=self._stale)
         covered = frozenset(
             number
             for number, replicas in self._roster.replicas.items()
@@ -572,11 +608,15 @@ class Swarm:
         if loaded:
             return loaded[0], None
         proven = [holding for holding in holdings if holding.assignment.state == "PROVEN"]
+        stale = [h for h in proven if (h.assignment.lease, h.assignment.epoch) in self._stale]
+        sound = [holding for holding in proven if holding not in stale]
         breaker = self.owners.ensure(device).breaker
-        if proven and breaker.is_open:
-            left = breaker.retry_at - time.monotonic()
-            return (self._rng.choice(proven), None) if left <= 0 else (None, left)
-        return None, None
+        left = breaker.retry_at - time.monotonic()
+        if sound and breaker.is_open and left <= 0:
+            return self._rng.choice(sound), None
+        if stale:
+            return self._rng.choice(stale), None
+        return None, left if sound and breaker.is_open else None
 
     async def _prove(self, link: DeviceLink, holding: Holding) -> bool:
         """One proving call and what follows; False where it is to be tried again."""
@@ -585,11 +625,12 @@ class Swarm:
         facts = {"device": address_of(link.device), "window": assignment.window.name}
         try:
             d = await self._prover.prove(link, holding, owner.pace)
-            if d > limit_of(assignment.numerics):
+            if d > limit_of(assignment.numerics, assignment.precision):
                 await self._refute(holding, d)
                 return True
             with self.owners.lock:
                 owner.breaker.succeed()
+            self._stale.discard((assignment.lease, assignment.epoch))
             if assignment.state == "LOADED":
                 status = await self._market.declare_proven(assignment.lease, assignment.epoch, d=d)
                 self.directory.mark(assignment.lease, assignment.epoch, state=status.state)
@@ -608,7 +649,7 @@ class Swarm:
         assignment = holding.assignment
         reason = (
             f"a proving call for {assignment.window.name} gave wrong outputs: d = {d:.3g}, and the limit of "
-            f"numerics class {assignment.numerics} is {limit_of(assignment.numerics):g}"
+            f"numerics class {assignment.numerics} is {limit_of(assignment.numerics, assignment.precision):g}"
         )
         await self._revoke(holding, reason, code="forbidden")
 
@@ -700,7 +741,7 @@ class Swarm:
     async def leased(self, device: PublicKey, wait_s: float) -> Collection[Window]:
         """The windows a device has claims on, waiting up to `wait_s` for the first to be known."""
         windows = self.directory.leased_windows(device)
-        if windows:
+        if windows or wait_s <= 0:
             return windows
         try:
             async with asyncio.timeout(wait_s), self._changed:

@@ -186,10 +186,13 @@ class CacheEntry:
                 good.add(index)
             if progress is not None:
                 progress(len(data))
-        if good != named or len(marks) != len(good) * _MARK.size:
-            os.ftruncate(self._log, _HEADER.size)
-            _write_at(self._log, _HEADER.size, b"".join(_MARK.pack(index) for index in sorted(good)))
-        os.lseek(self._log, 0, os.SEEK_END)
+        with self._lock:
+            if self._closed:  # its descriptors may be another file's by now
+                return good
+            if good != named or len(marks) != len(good) * _MARK.size:
+                os.ftruncate(self._log, _HEADER.size)
+                _write_at(self._log, _HEADER.size, b"".join(_MARK.pack(index) for index in sorted(good)))
+            os.lseek(self._log, 0, os.SEEK_END)
         return good
 
     def store(self, index: int, data: bytes | bytearray | memoryview) -> bool:
@@ -236,6 +239,8 @@ class CacheEntry:
         Nothing is forced to the disk: what a power cut takes is missed when the window is opened again.
         """
         with self._lock:
+            if self._closed:
+                raise OSError("the window was closed before it was mapped")
             return WindowBytes(self, mmap.mmap(self._data, self.total_bytes, access=mmap.ACCESS_READ))
 
     def locate(self, wanted: ByteRange) -> int:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -100,8 +100,9 @@ async def fetch_window(
     """
     config = config or FetchConfig()
     loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="weights") as pool:
-        entry = await loop.run_in_executor(pool, cache.open, plan, plan_id, window, hashes)
+    pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weights")
+    try:
+        entry = await _open(pool, cache, plan, plan_id, window, hashes)
         try:
             done = await loop.run_in_executor(pool, entry.verify)
             fetch = _Fetch(plan, window, entry, done, sources, http, pool, progress, config, rng or Random())
@@ -110,6 +111,31 @@ async def fetch_window(
         except BaseException:
             entry.close()
             raise
+    finally:
+        # Cancelled, a thread may be hashing gigabytes yet: the loop, and its heartbeats, must not wait for it.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _open(
+    pool: ThreadPoolExecutor,
+    cache: WeightCache,
+    plan: Plan,
+    plan_id: PlanId,
+    window: Window,
+    hashes: Sequence[bytes],
+) -> CacheEntry:
+    """Open a window's entry; cancelled meanwhile, it is closed as soon as it is open."""
+    opening = pool.submit(cache.open, plan, plan_id, window, hashes)
+    try:
+        return await asyncio.wrap_future(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close)
+        raise
+
+
+def _close(opening: Future[CacheEntry]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 class _Fetch:

@@ -242,7 +242,7 @@ def _checked(session: Session, progress: ledger.Progress) -> ledger.Progress:
             break
         postings = _postings(session, head.sequence, found[-1].sequence)
         read = [_entry(row, postings.get(row.sequence, ())) for row in found]
-        head = ledger.check_chain(read, (row.hash for row in found), head=head, balances=balances)
+        head = ledger.check_entries(read, (row.hash for row in found), head=head, balances=balances)
     if balances != {row.account: row.balance for row in session.rows(select(t.accounts))}:
         raise ledger.LedgerBroken("the stored balances are not what the entries add up to")
     if sum(balances.values()):

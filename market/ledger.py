@@ -126,21 +126,24 @@ class Progress:
     balances: dict[str, int] = field(default_factory=dict)
 
 
-def check_chain(
-    entries: Iterable[Entry],
-    hashes: Iterable[bytes],
-    *,
-    head: Head | None = None,
-    balances: dict[str, int] | None = None,
-) -> Head:
-    """Check the entries after `head` (None: all) against the `hashes` stored with them.
+def check_chain(entries: Iterable[Entry], hashes: Iterable[bytes]) -> dict[str, int]:
+    """Every account's balance, after checking all of the ledger against the `hashes` stored with it.
 
-    Returns the last entry's head, and adds what the entries move to `balances`, which are those at `head`.
-    Raises `LedgerBroken` at the first entry that does not follow, does not add up, was changed, or takes
-    an account other than issuance below zero.
+    Raises `LedgerBroken` as `check_entries` does.
     """
-    balances = {} if balances is None else balances
-    head = head or Head()
+    balances: dict[str, int] = {}
+    check_entries(entries, hashes, head=Head(), balances=balances)
+    return balances
+
+
+def check_entries(
+    entries: Iterable[Entry], hashes: Iterable[bytes], *, head: Head, balances: dict[str, int]
+) -> Head:
+    """Check the entries after `head` against the `hashes` stored with them; returns the last one's head.
+
+    Adds what they move to `balances`, which are those at `head`. Raises `LedgerBroken` at the first entry
+    that does not follow, does not add up, was changed, or takes an account other than issuance below zero.
+    """
     for entry, stored in zip(entries, hashes, strict=True):
         problem = _problem(entry)
         if problem is None and (entry.sequence, entry.previous) != (head.sequence + 1, head.hash):

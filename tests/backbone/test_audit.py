@@ -24,6 +24,7 @@ from kvasir_backbone.audit import (
     make_proofs,
     unfinite_rows,
 )
+from kvasir_node.precision import QUANTISERS
 from tests.support.rosters import flat_plan
 
 PLAN = flat_plan(width=16)
@@ -114,9 +115,24 @@ def test_a_sample_is_judged_against_the_recompute_of_its_expert() -> None:
 
 
 def test_the_limit_follows_the_numerics_class() -> None:
-    assert limit_of("1/stored/none/float32/fp32b524288/torch-2.13.0/abc") == LIMIT
-    assert limit_of("1/int8g128/none/float32/fp32b524288/torch-2.13.0/abc") == LIMIT
-    assert limit_of("1/int4g32/int8/bfloat16/fp32/avx2/abc") == LIMIT_INT8_ACTIVATIONS
+    assert limit_of("1/stored/none/float32/fp32b524288/torch-2.13.0/abc", "stored") == LIMIT
+    int8, int4 = QUANTISERS["int8"], QUANTISERS["int4"]
+    assert limit_of(f"1/{int8}/none/float32/fp32b524288/torch-2.13.0/abc", "int8") == LIMIT
+    assert limit_of(f"1/{int4}/int8/bfloat16/fp32/avx2/abc", "int4") == LIMIT_INT8_ACTIVATIONS
+
+
+@pytest.mark.parametrize(
+    ("numerics", "precision"),
+    [
+        ("1/stored/int8/bfloat16/fp32/avx2/abc", "stored"),
+        ("1/bf16/int8/bfloat16/fp32/avx2/abc", "bf16"),
+        (f"1/{QUANTISERS['int4']}/int8/bfloat16/fp32/avx2/abc", "stored"),
+        (f"1/{QUANTISERS['int4']}/int8/bfloat16/fp32/avx2/abc", "int8"),
+        ("x/y/int8", "int8"),
+    ],
+)
+def test_no_device_earns_a_wider_limit_than_its_leased_precision_allows(numerics: str, precision: str) -> None:
+    assert limit_of(numerics, precision) == LIMIT
 
 
 def test_all_of_the_first_calls_are_audited_then_a_falling_share_down_to_the_floor() -> None:

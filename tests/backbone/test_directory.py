@@ -6,6 +6,8 @@ import hashlib
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvasir_backbone.directory import Directory
 from market.messages import Assignment, Change, EndedListing, ResyncNeeded, Snapshot
@@ -115,3 +117,45 @@ def test_what_the_market_confirmed_counts_before_its_change_arrives_but_only_for
     assert made.all()[0].assignment.state == "LOADED"
     made.mark(claim("a", 0).lease, 1, state="PROVEN")
     assert made.all()[0].assignment.state == "PROVEN"
+
+
+def test_a_lease_that_is_stale_at_its_epoch_is_left_out_until_the_epoch_moves_on() -> None:
+    made = directory(claim("a", 0, epoch=3), claim("a", 1, epoch=3))
+    stale = {(claim("a", 0).lease, 3)}
+    roster = made.roster({device("a")}, usable={device("a")}, stale=stale)
+    assert roster.of(0) == ()
+    assert len(roster.of(1)) == 1
+    made.apply(Change(11, 10, assignment=claim("a", 0, epoch=4)))
+    assert len(made.roster({device("a")}, usable={device("a")}, stale=stale).of(0)) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans(), st.integers(1, 3)), max_size=30
+    )
+)
+def test_the_claims_of_a_device_are_those_of_all_claims_that_are_its_own(
+    changes: list[tuple[str, int, bool, int]],
+) -> None:
+    made = Directory(PLAN)
+    for revision, (name, window, ends, epoch) in enumerate(changes):
+        if ends:
+            ended = EndedListing(claim(name, window).lease, "released")
+            made.apply(Change(revision + 1, revision, ended=ended))
+        else:
+            made.apply(Change(revision + 1, revision, assignment=claim(name, window, epoch=epoch)))
+        for other in map(device, "abc"):
+            assert set(made.of(other)) == {holding for holding in made.all() if holding.device == other}
+        assert made.holders() == {holding.device for holding in made.all()}
+    made.replace_all(Snapshot(99, ()))
+    assert made._by_device == {}
+    assert made._next_ref == {}
+
+
+def test_a_lease_that_another_device_has_now_is_no_longer_the_first_ones() -> None:
+    made = directory(claim("a", 0))
+    lease = claim("a", 0).lease
+    difference = made.apply(Change(11, 10, assignment=claim("b", 0, lease=lease)))
+    assert difference.devices == {device("a"), device("b")}
+    assert made.of(device("a")) == ()
+    assert [holding.assignment.lease for holding in made.of(device("b"))] == [lease]

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from market import tables as t
-from market.banking import check_ledger
+from market import ledger
+from market.banking import LedgerCheck, check_ledger
 from market.client import MarketClient
 from market.ledger import ISSUANCE, LedgerBroken, escrow
 from market.messages import credits_of
@@ -218,14 +219,70 @@ async def test_a_ledger_that_was_changed_on_disk_is_found(market: Stall) -> None
         entry = update(t.ledger_postings).where(t.ledger_postings.c.entry == 2)
         await store.write(lambda session: session.run(entry.values(amount=amount * by)))
 
+    assert (await backbone.credit_table()).balanced
     await change(-1)  # still adds up to zero
-    assert not (await backbone.credit_table()).balanced
+    assert (await backbone.credit_table()).balanced  # only what is new is checked
+    assert not (await backbone.credit_table(whole=True)).balanced
+    assert not (await backbone.credit_table()).balanced  # and it is not forgotten
     with pytest.raises(LedgerBroken, match="entry 2: it was changed"):
         await store.read(check_ledger)
     await change(-1)
-    assert (await backbone.credit_table()).balanced
+    assert (await backbone.credit_table(whole=True)).balanced
     await store.write(lambda session: session.run(update(t.accounts).values(balance=0)))
     assert not (await backbone.credit_table()).balanced
+
+
+async def test_each_entry_is_checked_once(market: Stall, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, backbone = await market.device(), market.backbone()
+    chain = chain_of(market, device)
+    checked: list[int] = []
+    original = ledger.check_entries
+
+    def counting(entries: list[ledger.Entry], *arguments: Any, **options: Any) -> ledger.Head:
+        checked.extend(entry.sequence for entry in entries)
+        return original(entries, *arguments, **options)
+
+    monkeypatch.setattr(ledger, "check_entries", counting)
+    for _ in range(3):
+        await backbone.post_receipt(chain.next(10))
+    assert (await backbone.credit_table()).balanced
+    assert (await backbone.credit_table()).balanced
+    await backbone.post_receipt(chain.next(10))
+    table = await backbone.credit_table()
+    assert checked == [1, 2, 3, 4]
+    assert table.wallets == (await device.client.credits(),)
+    assert (await backbone.credit_table(whole=True)).balanced
+    assert checked[4:] == [1, 2, 3, 4]
+
+
+async def test_a_new_entry_that_is_wrong_and_a_head_that_was_replaced_are_found(market: Stall) -> None:
+    device, backbone = await market.device(), market.backbone()
+    chain = chain_of(market, device)
+    store = market.market._store
+    check = LedgerCheck()
+
+    async def problem(*, whole: bool = False) -> str | None:
+        return await store.read(lambda session: check.check(session, whole=whole))
+
+    async def change(entry: int, **values: Any) -> None:
+        change = update(t.ledger_entries).where(t.ledger_entries.c.sequence == entry).values(**values)
+        await store.write(lambda session: session.run(change))
+
+    await backbone.post_receipt(chain.next(10))
+    assert await problem() is None
+    await backbone.post_receipt(chain.next(10))
+    await change(2, posted_at=1)
+    assert "entry 2: it was changed" in str(await problem())
+    await change(2, hash=bytes(32))
+    check = LedgerCheck()
+    assert "entry 2: it was changed" in str(await problem())
+    await store.write(lambda s: s.run(delete(t.ledger_postings).where(t.ledger_postings.c.entry == 2)))
+    await store.write(lambda s: s.run(delete(t.ledger_entries).where(t.ledger_entries.c.sequence == 2)))
+    halved = update(t.accounts).values(balance=t.accounts.c.balance / 2)
+    await store.write(lambda s: s.run(halved))
+    assert await problem(whole=True) is None
+    await change(1, hash=bytes(32))
+    assert "entry 1 is gone or was replaced" in str(await problem())
 
 
 async def test_balances_are_identical_after_the_market_was_closed_and_opened(

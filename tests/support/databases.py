@@ -25,7 +25,7 @@ def postgres_server() -> Iterator[str | None]:
     if named:
         yield named
         return
-    initdb, pg_ctl = shutil.which("initdb"), shutil.which("pg_ctl")
+    initdb, pg_ctl = _program("initdb"), _program("pg_ctl")
     if initdb is None or pg_ctl is None or os.name != "posix":
         yield None
         return
@@ -47,6 +47,12 @@ def postgres_server() -> Iterator[str | None]:
             subprocess.run([pg_ctl, "-D", data, "-m", "immediate", "stop"], **options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _program(name: str) -> str | None:
+    """One of PostgreSQL's programs: on the path, or where Debian keeps them."""
+    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return shutil.which(name) or (str(found[-1]) if found else None)
 
 
 def fresh_database(server: str) -> str:

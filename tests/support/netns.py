@@ -26,7 +26,7 @@ def missing() -> str | None:
         return "optional: network namespaces need root"
     for tool in ("ip", "iptables"):
         if shutil.which(tool) is None:
-            return f"optional: {tool} is not installed"
+            return f"{tool} is not installed"
     probe = f"kvprobe{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
         return "optional: network namespaces are not allowed here"
