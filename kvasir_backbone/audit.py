@@ -183,6 +183,11 @@ class Trust:
     worst_d: float = 0.0
     _violations: deque[int] = field(default_factory=deque)
 
+    @property
+    def strikes(self) -> int:
+        """Violations that count towards quarantine."""
+        return len(self._violations)
+
     def sample_rate(self) -> float:
         """The share of the wallet's next calls to audit, 0 to 1."""
         if self.valid_calls < ALWAYS_FIRST:

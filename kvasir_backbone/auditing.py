@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
@@ -115,6 +115,13 @@ class SampledAuditor:
         with self._lock:
             self._trust[wallet] = Trust()
 
+    def forget(self, kept: Collection[PublicKey]) -> None:
+        """Forget the wallets that are not `kept`, but none with a violation that may still count."""
+        with self._lock:
+            for wallet in self._trust.keys() - set(kept):
+                if not self._trust[wallet].strikes:
+                    del self._trust[wallet]
+
     def close(self) -> None:
         """End the thread; samples that wait are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -158,7 +165,7 @@ class SampledAuditor:
         limit = limit_of(replica.numerics, replica.precision)
         d = judge_sample(sample, replica.precision, self._references.run, self._band)
         with self._lock:
-            reason = self._trust[replica.wallet].verdict(d, limit)
+            reason = self._trust.setdefault(replica.wallet, Trust()).verdict(d, limit)
             self._stats = replace(
                 self._stats,
                 audited=self._stats.audited + 1,

@@ -122,6 +122,14 @@ class Bookkeeper:
             self._issued[device] = newest.issued_at
         self.book.open(device, Totals(wallet) if newest is None else _totals(newest, wallet))
 
+    def forget(self, device: PublicKey) -> bool:
+        """Forget a device that is gone and has nothing unsigned; `open_chain` takes its chain up again."""
+        if not self.book.forget(device):
+            return False
+        self._issued.pop(device, None)
+        self._refused.pop(device, None)
+        return True
+
     async def session_started(self, device: PublicKey) -> None:
         """A new session: its first receipt comes soon, and the last one is sent again if unacknowledged."""
         self.book.session_started(device)

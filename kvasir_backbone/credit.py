@@ -160,6 +160,8 @@ class CreditBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chains: dict[PublicKey, _Chain] = {}
+        self.paid_bytes = 0
+        """Bytes that all devices together earned since the start."""
 
     def knows(self, device: PublicKey) -> bool:
         """Whether the device's chain has been opened."""
@@ -189,6 +191,20 @@ class CreditBook:
         with self._lock:
             self._chains[device].wallet = wallet
 
+    def forget(self, device: PublicKey) -> bool:
+        """Forget a chain with nothing unsigned; `open` continues it from its last receipt. False if kept."""
+        with self._lock:
+            chain = self._chains.get(device)
+            if chain is not None and (chain.signing or chain.unsigned_since is not None):
+                return False
+            self._chains.pop(device, None)
+            return True
+
+    def wallets(self) -> set[PublicKey]:
+        """The wallets that the known chains are for."""
+        with self._lock:
+            return {chain.wallet for chain in self._chains.values()}
+
     def session_started(self, device: PublicKey) -> None:
         """A new session with the device: its first receipt comes soon."""
         with self._lock:
@@ -203,6 +219,7 @@ class CreditBook:
             return
         with self._lock:
             chain = self._chains[device]
+            self.paid_bytes += total
             chain.nbytes += total
             chain.calls += 1
             chain.unsigned_bytes += total

@@ -138,6 +138,15 @@ class OwnerBook:
         with self.lock:
             return self.owners.setdefault(device, Owner())
 
+    def forget(self, device: PublicKey) -> bool:
+        """Drop a device's entry, unless calls to it are out."""
+        with self.lock:
+            owner = self.owners.get(device)
+            if owner is not None and owner.pace.outstanding:
+                return False
+            self.owners.pop(device, None)
+            return True
+
 
 @dataclass(slots=True)
 class _Run:

@@ -36,8 +36,11 @@ NEAR_BEST: Final = 1.25
 """Replicas whose expected finish is within this factor of the best share the calls at random."""
 
 FALLBACK_PATIENCE: Final = 3.0
-"""Where only the fallback could take over, a call is given up after this times the shortest failover time:
-our own disk and processor are the scarcer."""
+"""Where only the fallback could take over, a call is given up after this times the shortest failover time.
+
+Another owner costs a message; the fallback costs this machine's disk and processor, which every request
+shares, and it opens the breaker of the window's only owner, so that all calls for that window come here until
+it is proven again. One late packet on a home link is not worth that. Still under a second: 3 x 250 ms."""
 
 RETRY_S: Final = 0.25
 """Where there are no bytes to fall back on, a part that every owner failed is tried again after this."""

@@ -80,7 +80,7 @@ def show_windows(swarm: Swarm, gaps: GapsAnswer | None) -> list[dict[str, Any]]:
 
 
 def show_nodes(swarm: Swarm, credits: Mapping[PublicKey, Decimal]) -> list[dict[str, Any]]:
-    """Every device with a claim, or that earned since the start. `credits` is by wallet."""
+    """Every device with a claim, or that earned and left not long ago. `credits` is by wallet."""
     totals = swarm.book.all_totals()
     held: dict[PublicKey, list[Any]] = {}
     for holding in swarm.directory.all():
@@ -208,14 +208,13 @@ def metrics_text(swarm: Swarm | None, engine: EngineStats | None, meters: Meters
         ]
     if swarm is not None:
         stats = swarm.dispatcher.stats
-        carried = sum(size for size, _ in swarm.book.all_totals().values())
         lines += [
             ("kvasir_coverage", "", swarm.roster().coverage()),
             ("kvasir_calls_total", "", stats.calls),
             ("kvasir_hedges_total", "", stats.hedges),
             ("kvasir_redispatched_total", "", stats.redispatched),
             ("kvasir_fallback_rows_total", "", stats.fallback_rows),
-            ("kvasir_carried_bytes_total", "", carried),
+            ("kvasir_carried_bytes_total", "", swarm.book.paid_bytes),
             ("kvasir_audited_total", "", swarm.auditor.stats.audited),
             ("kvasir_violations_total", "", swarm.auditor.stats.violations),
         ]

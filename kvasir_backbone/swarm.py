@@ -68,6 +68,9 @@ RELAYS_S: Final = 30.0
 LONGEST_PAUSE_S: Final = 16.0
 """Bound of the pause before the market is asked again."""
 
+FORGET_S: Final = 3600.0
+"""What is known of a device's speed, health and chain is kept so long after its last claim ended."""
+
 PROVE_AGAIN_S: Final = 0.5
 """First pause after a proving call without an answer; it doubles."""
 
@@ -135,6 +138,7 @@ class Swarm:
         self._tasks: dict[PublicKey, asyncio.Task[None]] = {}
         self._wakes: dict[PublicKey, asyncio.Event] = {}
         self._acks: dict[PublicKey, bytes] = {}
+        self._gone: dict[PublicKey, float] = {}  # devices without claims, and since when
         self._stale: set[tuple[bytes, int]] = set()  # leases whose device refused them at that epoch
         self._starts: dict[PublicKey, int] = {}
         self._relays: dict[str, RelayClient] = {}
@@ -409,6 +413,8 @@ class Swarm:
                 self._keep_device(device)
             elif device in self._tasks:
                 self._tasks.pop(device).cancel()
+                for kept in (self._wakes, self._starts, self._addresses):
+                    kept.pop(device, None)
         self._hash_now.set()
         self._publish()
         async with self._changed:
@@ -447,6 +453,7 @@ class Swarm:
         if link is not None:
             link.announce()
         self._note_addresses(device)
+        self._follow_wallet(device)
         start = max(holding.assignment.start_generation for holding in self.directory.of(device))
         if start > self._starts.get(device, 0):
             self._starts[device] = start
@@ -462,6 +469,40 @@ class Swarm:
             self._addresses[device] = addresses
             self._on_found(device)
 
+    def _follow_wallet(self, device: PublicKey) -> None:
+        """A device that was granted to another wallet gets its calls paid to that one."""
+        assert self._group is not None
+        if self.book.knows(device) and self.book.wallet_of(device) != self._wallet(device):
+            self._group.create_task(self._change_wallet(device))
+
+    async def _change_wallet(self, device: PublicKey) -> None:
+        """Sign for the old wallet, then use the new one; the device gets no new calls until that is done."""
+        wallet = self._wallet(device)
+        if wallet is None:
+            return
+        try:
+            await self.bookkeeper.open_chain(device, wallet)
+        except KvasirError as error:
+            _log.warning("receipt.chain_unknown", device=address_of(device), reason=str(error))
+        self._publish()
+
+    def _wallet(self, device: PublicKey) -> PublicKey | None:
+        """The wallet of a device's newest grant, or None where it has no claim."""
+        grants = [holding.assignment.grant for holding in self.directory.of(device)]
+        return max(grants, key=lambda grant: grant.issued_at).wallet if grants else None
+
+    def _forget_gone(self, now: float) -> None:
+        """Drop what is known of devices whose last claim ended `FORGET_S` ago."""
+        holders = self.directory.holders()
+        self._gone = {device: since for device, since in self._gone.items() if device not in holders}
+        for device in (self.owners.owners.keys() | self.book.all_totals().keys()) - holders:
+            since = self._gone.setdefault(device, now)
+            if now - since >= FORGET_S and device not in self._tasks:
+                if self.owners.forget(device) and self.bookkeeper.forget(device):
+                    del self._gone[device]
+        wallets = {holding.assignment.wallet for holding in self.directory.all()}
+        self.auditor.forget(wallets | self.book.wallets())
+
     def _wake(self, device: PublicKey) -> None:
         event = self._wakes.get(device)
         if event is not None:
@@ -470,7 +511,11 @@ class Swarm:
     def _publish(self) -> None:
         """Make the roster anew, and say which windows lost or found an owner."""
         connected = {d for d, link in self._links.items() if link.session is not None and not link.draining}
-        usable = {device for device in self._links if self.book.knows(device)}
+        usable = {
+            device
+            for device in self._links
+            if self.book.knows(device) and self.book.wallet_of(device) == self._wallet(device)
+        }
         self._roster = self.directory.roster(connected, usable=usable, stale=self._stale)
         covered = frozenset(
             number
@@ -522,10 +567,10 @@ class Swarm:
     async def _open_chain(self, device: PublicKey) -> None:
         pause = 0.2
         while True:
-            holdings = self.directory.of(device)
-            if holdings:
+            wallet = self._wallet(device)
+            if wallet is not None:
                 try:
-                    await self.bookkeeper.open_chain(device, holdings[-1].assignment.wallet)
+                    await self.bookkeeper.open_chain(device, wallet)
                     return
                 except KvasirError as error:
                     _log.warning("receipt.chain_unknown", device=address_of(device), reason=str(error))
@@ -727,6 +772,7 @@ class Swarm:
         while True:
             await asyncio.sleep(self._config.demand_s)
             now = time.monotonic()
+            self._forget_gone(now)
             rates = {
                 name: rows / (now - last) for name, rows in self.dispatcher.take_demand().items() if rows
             }

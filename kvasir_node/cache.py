@@ -170,16 +170,23 @@ class CacheEntry:
             raise _full_or(error, self.total_bytes, self.path) from error
         os.utime(self._stem.with_suffix(".log"))
 
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet; what follows from it holds under the lock."""
+        return not self._closed
+
     def verify(self, progress: Callable[[int], None] | None = None) -> set[int]:
         """Hash every chunk the journal names; the indices that are good. The journal keeps only those."""
-        os.lseek(self._log, _HEADER.size, os.SEEK_SET)
-        marks = _read_all(self._log, len(self._chunks) * _MARK.size * 4)
+        with self._lock:
+            if not self.is_open():
+                return set()
+            os.lseek(self._log, _HEADER.size, os.SEEK_SET)
+            marks = _read_all(self._log, len(self._chunks) * _MARK.size * 4)
         usable = len(marks) // _MARK.size * _MARK.size
         named = {index for (index,) in _MARK.iter_unpack(marks[:usable]) if index < len(self._chunks)}
         good: set[int] = set()
         for index in sorted(named):
             with self._lock:
-                if self._closed:
+                if not self.is_open():
                     return good
                 data = _read_at(self._data, self._offsets[index], self._chunks[index].nbytes)
             if hashlib.sha256(data).digest() == self._hashes[index]:
@@ -187,7 +194,7 @@ class CacheEntry:
             if progress is not None:
                 progress(len(data))
         with self._lock:
-            if self._closed:  # its descriptors may be another file's by now
+            if not self.is_open():  # its descriptors may be another file's by now
                 return good
             if good != named or len(marks) != len(good) * _MARK.size:
                 os.ftruncate(self._log, _HEADER.size)

@@ -151,3 +151,13 @@ def test_quarantines_double_and_the_one_after_the_third_does_not_end() -> None:
         QUARANTINE_S, 2 * QUARANTINE_S, 4 * QUARANTINE_S,
     ]  # fmt: skip
     assert quarantine_s(MAX_QUARANTINES + 1) == pytest.approx(float("inf"))
+
+
+def test_a_wallet_that_left_is_forgotten_unless_a_violation_of_its_may_still_count() -> None:
+    bench = Bench()
+    left, kept, suspect = (replica(WINDOWS, 0, name) for name in ("left", "kept", "suspect"))
+    for each, d in ((left, 0.0), (kept, 0.0), (suspect, 0.01)):
+        bench.auditor.rejected(each, d)
+    bench.auditor.forget({kept.wallet})
+    assert set(bench.auditor.trust()) == {kept.wallet, suspect.wallet}
+    bench.settle()

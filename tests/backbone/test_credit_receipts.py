@@ -189,6 +189,25 @@ async def test_a_device_granted_to_another_wallet_gets_its_next_receipt_for_that
     assert table.balanced
 
 
+async def test_a_device_that_was_forgotten_goes_on_where_its_chain_stood(market: Stall, tmp_path: Path) -> None:
+    device = await market.device()
+    async with desk(market, tmp_path / "r.db") as made:
+        await made.earn(device, 10)
+        made.book.pay(device.key.public, 2, 0, [LeaseShare(LEASE, 1, 7)], time.monotonic())
+        assert not made.keeper.forget(device.key.public), "something is unsigned"
+        await made.keeper.sign([device.key.public])
+        assert made.keeper.forget(device.key.public)
+        assert not made.book.knows(device.key.public)
+        await made.earn(device, 100)
+        await made.keeper.post()
+        assert made.book.paid_bytes == 117
+    receipts = [
+        open_receipt(document, certificate=market.keys.backbone.certificate, root=market.keys.root_public)
+        for _, document in made.sent
+    ]
+    assert [(receipt.sequence, receipt.bytes) for receipt in receipts] == [(1, 10), (2, 17), (3, 117)]
+
+
 async def test_a_receipt_that_the_disk_refuses_is_not_sent_and_is_signed_later(
     market: Stall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,15 +10,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import update
+from sqlalchemy import delete, update
 
-from market import tables as t
 from market import ledger
+from market import tables as t
 from market.banking import LedgerCheck, check_ledger
 from market.client import MarketClient
 from market.ledger import ISSUANCE, LedgerBroken, escrow
@@ -278,7 +279,7 @@ async def test_a_new_entry_that_is_wrong_and_a_head_that_was_replaced_are_found(
     assert "entry 2: it was changed" in str(await problem())
     await store.write(lambda s: s.run(delete(t.ledger_postings).where(t.ledger_postings.c.entry == 2)))
     await store.write(lambda s: s.run(delete(t.ledger_entries).where(t.ledger_entries.c.sequence == 2)))
-    halved = update(t.accounts).values(balance=t.accounts.c.balance / 2)
+    halved = update(t.accounts).values(balance=t.accounts.c.balance // 2)
     await store.write(lambda s: s.run(halved))
     assert await problem(whole=True) is None
     await change(1, hash=bytes(32))

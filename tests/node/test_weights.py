@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvasir_node.cache import CacheFull, WeightCache, WindowBytes
+from kvasir_node.cache import CacheEntry, CacheFull, WeightCache, WindowBytes
 from kvasir_node.sources import WeightSource, backbone_source, hub_source, mirror_source
 from kvasir_node.weights import FetchConfig, fetch_window
 from market.plans import ByteRange, Plan
@@ -394,6 +395,40 @@ async def test_cancelling_a_fetch_leaves_a_cache_that_resumes(
         server.misbehave = None
         check(await fetch(cache, http, [source_of(server)]))
         assert server.served_bytes - before <= TOTAL - CHUNKS[0].nbytes
+
+
+async def test_a_cancelled_fetch_does_not_wait_for_the_thread_that_hashes(
+    cache: WeightCache, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(FILES) as server:
+        check(await fetch(cache, http, [source_of(server)]))
+        started, release, ended = threading.Event(), threading.Event(), threading.Event()
+        verify = CacheEntry.verify
+
+        def slow(entry: CacheEntry) -> set[int]:
+            started.set()
+            assert release.wait(30)
+            try:
+                return verify(entry)
+            finally:
+                ended.set()
+
+        monkeypatch.setattr(CacheEntry, "verify", slow)
+        try:
+            task = asyncio.create_task(fetch(cache, http, [source_of(server)]))
+            await until(started.is_set, what="the hashing")
+            task.cancel()
+            async with asyncio.timeout(5):
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert not ended.is_set()
+        finally:
+            release.set()
+        await until(ended.is_set, what="the end of the thread")
+        monkeypatch.setattr(CacheEntry, "verify", verify)
+        before = server.served_bytes
+        check(await fetch(cache, http, [source_of(server)]))
+        assert server.served_bytes == before, "the journal was left as it was"
 
 
 KILLED = """

@@ -253,6 +253,19 @@ def test_a_message_over_the_bound_is_not_received() -> None:
             theirs.receive(ours.seal(more), 0.0)
 
 
+def test_no_message_is_gathered_that_is_larger_than_the_receiver_has_asked_for() -> None:
+    ours, theirs = _cores()
+    allowed = [3 * MAX_BODY]
+    theirs.bound_messages(MAX_BODY, lambda: allowed[0])
+    assert _deliver(theirs, _packets(ours, bytes(3 * MAX_BODY))) == [bytes(3 * MAX_BODY)]
+    allowed[0] = 0
+    assert _deliver(theirs, _packets(ours, b"small")) == [b"small"]
+    packets = _packets(ours, bytes(3 * MAX_BODY))
+    assert theirs.receive(packets[0], 0.0) is None
+    with pytest.raises(RemoteProtocolError, match="nothing was asked for"):
+        theirs.receive(packets[1], 0.0)
+
+
 @pytest.mark.parametrize(
     "limits", [RekeyLimits(records=3), RekeyLimits(bytes=5_000), RekeyLimits(seconds=2.5)]
 )
