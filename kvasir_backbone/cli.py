@@ -124,6 +124,13 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         default=[],
         help="a URL that nodes reach this port by, where it is not http://HOST:PORT; may be repeated",
     )
+    up.add_argument(
+        "--trusted-proxy",
+        action="append",
+        default=[],
+        metavar="NETWORK",
+        help="a reverse proxy whose X-Forwarded-For counts, such as 10.0.0.0/8; may be repeated",
+    )
     up.add_argument("--dtype", choices=DTYPES, default="auto", help="compute and wire dtype")
     up.add_argument("--kv-bytes", type=_size, help="attention cache (default: a quarter of free memory)")
     up.add_argument("--window-bytes", type=_size, default="256MiB", help="size of a window")
@@ -165,6 +172,7 @@ def _up(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         state_dir=arguments.state_dir,
         public_urls=tuple(arguments.public_url),
+        trusted_proxies=tuple(arguments.trusted_proxy),
         dtype=arguments.dtype,
         window_bytes=arguments.window_bytes,
         kv_bytes=arguments.kv_bytes,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from relay.addresses import parse_networks
 from relay.errors import ConfigError
 
 from .bundled import bundled_model_path
@@ -38,6 +39,8 @@ class BackboneConfig:
     """Keys, ledger and receipts live here."""
     public_urls: tuple[str, ...] = ()
     """URLs that nodes may reach this port by; empty: http://HOST:PORT."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Networks of reverse proxies whose X-Forwarded-For counts."""
     dtype: str = "auto"
     """Compute and wire dtype; auto: what the checkpoint is stored in."""
     window_bytes: int = 256 * 1024 * 1024
@@ -83,6 +86,7 @@ class BackboneConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+        parse_networks(self.trusted_proxies)
         for url in self.public_urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.netloc:

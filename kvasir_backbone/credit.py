@@ -1,12 +1,12 @@
 """Carried bytes, and the chain of cumulative receipts that each device is paid by (design section 12).
 
 Carried bytes of a call = (unique request rows + accepted response rows) x row bytes + 2 bytes an id, from
-the backbone's own dispatch. A row sent once for several leases counts once, in the one message that carried
-it: a dispatch too large for one message is cut at the same rows in every window (see `flight.py`), so that
-an attempt sends no row to a device twice, and the sum over its messages is what one message would count.
-A row that is sent again, because its first call failed, counts with the reply that is combined. Only the one reply that is
-combined pays for an output; rows whose demand is not metered pay nothing. Hedge losers, late and rejected
-replies and proving calls are simply never reported here.
+the backbone's own dispatch. A row sent once for several leases counts once, in the message that carried it:
+a dispatch too large for one message is cut at the same rows in every window (see `flight.py`), so that no
+row goes to a device in two messages, and their sum is what one message would count. A row sent again,
+because its first call failed, counts with the reply that is combined. Only the one reply that is combined
+pays for an output; rows whose demand is not metered pay nothing. Hedge losers, late and rejected replies
+and proving calls are simply never reported here.
 
 Every (backbone, device) has one chain, never reset: each receipt carries cumulative totals, cumulative
 leaves of the latest leases by epoch, a Merkle root over the calls paid since the previous receipt (RFC 6962

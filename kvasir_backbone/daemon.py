@@ -35,6 +35,7 @@ from market.messages import RelayListing
 from market.plans import Plan, PlanId, plan_id, sign_plan
 from market.server import Market
 from market.swarm import SwarmKeys
+from relay.addresses import parse_networks
 from relay.config import RelayConfig
 from relay.errors import ConfigError, Refused, Unreachable
 from relay.guard import ListenerGuard, bounded_rules
@@ -126,7 +127,7 @@ class _Daemon:
         keys = SwarmKeys.load_or_create(config.state_dir, now=time.time())
         self.config = config
         self.relay = Relay(
-            RelayConfig(),
+            RelayConfig(trusted_proxies=config.trusted_proxies),
             certificate=keys.relay.certificate,
             key=keys.relay.signing,
             market=FixedMarket(lambda: (self.backbone.keys.market.signing.public,)),
@@ -138,7 +139,9 @@ class _Daemon:
         urls = config.public_urls or local_urls(config.host, self.port)
         market = Market(
             MarketConfig(
-                database=f"sqlite:///{config.state_dir.resolve() / 'market.db'}", public_urls=_normal(urls)
+                database=f"sqlite:///{config.state_dir.resolve() / 'market.db'}",
+                public_urls=_normal(urls),
+                trusted_proxies=config.trusted_proxies,
             ),
             root=keys.root_public,
             keys=lambda: self.backbone.keys.market,
@@ -221,7 +224,8 @@ class _Daemon:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        server = await ListenerGuard(bounded_rules()).listen(runner, sock=self.socket)
+        guard = ListenerGuard(bounded_rules(), trusted=parse_networks(self.config.trusted_proxies))
+        server = await guard.listen(runner, sock=self.socket)
         stack.callback(server.close)
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:

@@ -58,7 +58,9 @@ class Directory:
         gone = self._holdings.keys() - {assignment.lease for assignment in snapshot.leases}
         taken = (self._take(lease) for lease in list(gone))
         ended: dict[bytes, tuple[Holding, str]] = {
-            holding.assignment.lease: (holding, "no longer in the market's list") for holding in taken if holding
+            holding.assignment.lease: (holding, "no longer in the market's list")
+            for holding in taken
+            if holding
         }
         devices = {holding.device for holding, _ in ended.values()}
         for assignment in snapshot.leases:

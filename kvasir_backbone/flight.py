@@ -4,8 +4,9 @@ Theory of operation. A dispatch is the rows of one layer with the expert ids cho
 it into *parts*, one for each window touched; a part goes to one replica as a whole. `assign` chooses a
 replica for every part by least expected finish and gathers the parts of one device into one message. A
 dispatch of more rows than one message may carry is cut into *blocks* of rows first, at the same rows in
-every window: a worker then gets one message for each block, and still no row twice. A `Flight` then follows the dispatch to its end: facts go in (a reply came, a call failed, time passed), and
-instructions come out (send this call, run these parts from the checkpoint, open that breaker).
+every window: a worker then gets one message for each block, and still no row twice. A `Flight` then follows
+the dispatch to its end: facts go in (a reply came, a call failed, time passed), and instructions come out
+(send this call, run these parts from the checkpoint, open that breaker).
 
     part:     PENDING --reply accepted / fallback ran--> DONE
               PENDING --no owner, no bytes, or deadline--> FAILED
@@ -125,7 +126,9 @@ def rows_of_a_call(
     return max(1, min(request, reply, max_cells // max(k, windows), MAX_CALL_ROWS))
 
 
-def split(owners: Sequence[int], ids: Sequence[Sequence[int]], block: int = MAX_CALL_ROWS) -> tuple[Part, ...]:
+def split(
+    owners: Sequence[int], ids: Sequence[Sequence[int]], block: int = MAX_CALL_ROWS
+) -> tuple[Part, ...]:
     """Cut a dispatch into parts, by block of `block` rows and in it by window number.
 
     `owners[expert]` is the expert's window; `ids[row]` the k experts chosen for the row.
@@ -193,7 +196,8 @@ class Flight:
 
     `owners` is shared with the dispatcher and must have an entry for each connected replica's device;
     `next_call` gives call ids that never come again. `fallback` says whether parts can be computed here.
-    `block` is how many rows one message may carry (`rows_of_a_call`). The caller carries out the instructions, in order.
+    `block` is how many rows one message may carry (`rows_of_a_call`). The caller carries out the
+    instructions, in order.
     """
 
     def __init__(
@@ -349,7 +353,9 @@ class Flight:
         )
         for device, groups in chosen.items():
             groups.sort(key=lambda group: group[1])
-            for _, batch in itertools.groupby(groups, lambda group: self.parts[group[1]].rows[0] // self._block):
+            for _, batch in itertools.groupby(
+                groups, lambda group: self.parts[group[1]].rows[0] // self._block
+            ):
                 call = self._make_call(device, tuple(batch))
                 self._begin(call, now, hedge=hedge)
                 instructions.append(Send(call))

@@ -161,7 +161,7 @@ class Operator:
         client = self._backbone.client
         if client is None:
             raise Refused("overloaded", "the backbone is starting: ask again", retry_after_s=1)
-        return web.json_response(overview.show_credits(await client.credit_table()))
+        return web.json_response(overview.show_credits(await client.credit_table(whole=True)))
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Without a device: the whole backbone ends in order. With one: its claims end in order."""

@@ -427,7 +427,9 @@ class Swarm:
                 left = self._quarantine_left(holding.assignment.wallet)
                 if left > 0 and holding.assignment.state != "ENDED":
                     reason = f"the wallet is in quarantine for {left:.0f} s more"
-                    self._group.create_task(self._revoke(holding, reason, code="quarantined"))
+                    self._group.create_task(
+                        self._revoke(holding, reason, code="quarantined", quarantine_s=left)
+                    )
 
     def _quarantine_left(self, wallet: PublicKey) -> float:
         """Seconds that a wallet's quarantine lasts yet."""
@@ -497,9 +499,9 @@ class Swarm:
         self._gone = {device: since for device, since in self._gone.items() if device not in holders}
         for device in (self.owners.owners.keys() | self.book.all_totals().keys()) - holders:
             since = self._gone.setdefault(device, now)
-            if now - since >= FORGET_S and device not in self._tasks:
-                if self.owners.forget(device) and self.bookkeeper.forget(device):
-                    del self._gone[device]
+            over = now - since >= FORGET_S and device not in self._tasks
+            if over and self.owners.forget(device) and self.bookkeeper.forget(device):
+                del self._gone[device]
         wallets = {holding.assignment.wallet for holding in self.directory.all()}
         self.auditor.forget(wallets | self.book.wallets())
 
@@ -712,9 +714,11 @@ class Swarm:
         _log.warning("wallet.quarantined", wallet=address_of(wallet), number=number, reason=reason)
         for holding in self.directory.all():
             if holding.assignment.wallet == wallet:
-                await self._revoke(holding, f"quarantine: {reason}", code="quarantined")
+                left = self._quarantine_left(wallet)
+                await self._revoke(holding, f"quarantine: {reason}", code="quarantined", quarantine_s=left)
 
-    async def _revoke(self, holding: Holding, reason: str, *, code: str) -> None:
+    async def _revoke(self, holding: Holding, reason: str, *, code: str, quarantine_s: float = 0.0) -> None:
+        """End a claim here and in the market, which keeps its wallet out for `quarantine_s`."""
         assignment = holding.assignment
         link = self._links.get(assignment.device)
         if link is not None:
@@ -728,7 +732,9 @@ class Swarm:
             reason=reason,
         )
         try:
-            await self._market.revoke(assignment.lease, assignment.epoch, reason=reason)
+            await self._market.revoke(
+                assignment.lease, assignment.epoch, reason=reason, quarantine_s=max(0.0, quarantine_s)
+            )
         except KvasirError as error:
             _log.warning("market.unreachable", reason=str(error), code=error.code)
 

@@ -197,7 +197,9 @@ class WeightsEndpoint:
     async def _wait_for_claim(self, device: PublicKey) -> Collection[Window]:
         """At most `WAITING` at once: a key costs nothing to make."""
         if self._waiting >= WAITING:
-            raise Refused("overloaded", "too many wait for word of their claims: ask again", retry_after_s=1.0)
+            raise Refused(
+                "overloaded", "too many wait for word of their claims: ask again", retry_after_s=1.0
+            )
         self._waiting += 1
         try:
             return await self._leased(device, CLAIM_WAIT_S)

@@ -112,7 +112,7 @@ async def fetch_window(
             entry.close()
             raise
     finally:
-        # Cancelled, a thread may be hashing gigabytes yet: the loop, and its heartbeats, must not wait for it.
+        # Cancelled, a thread may be hashing gigabytes yet: the loop and its heartbeats must not wait for it.
         pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -60,6 +60,9 @@ PREFIX: Final = "/market/v1"
 SMALL_ANSWER: Final = 4 * 1024 * 1024
 LARGE_ANSWER: Final = 128 * 1024 * 1024
 OFF_LOOP_BYTES: Final = 256 * 1024
+MAX_QUARANTINE_S: Final = 100 * 365 * 86_400.0
+"""What a quarantine without end is told as; the market has a bound of its own."""
+
 """Answers above this are parsed off the event loop."""
 
 WATCH_SILENCE_S: Final = 30.0
@@ -301,9 +304,10 @@ class MarketClient:
         """Say that a proving call through the real path came back right, with error measure `d`."""
         return await self._post(f"/leases/{lease.hex()}/proven", m.ProvenRequest(epoch, d), m.LeaseStatus)
 
-    async def revoke(self, lease: bytes, epoch: int, *, reason: str) -> None:
-        """End a lease for a reason that the device is told."""
-        await self._post(f"/leases/{lease.hex()}/revoke", m.ReasonRequest(epoch, reason), m.LeaseStatus)
+    async def revoke(self, lease: bytes, epoch: int, *, reason: str, quarantine_s: float = 0.0) -> None:
+        """End a lease for a reason; its wallet claims nothing for `quarantine_s` seconds from now."""
+        request = m.RevokeRequest(epoch, reason, min(quarantine_s, MAX_QUARANTINE_S))
+        await self._post(f"/leases/{lease.hex()}/revoke", request, m.LeaseStatus)
 
     async def post_receipt(self, receipt: SignedDocument) -> None:
         """Post a receipt: it earns. Posting the same one again changes nothing."""

@@ -45,6 +45,9 @@ from .wire import LeaseId
 log = structlog.get_logger("market")
 
 MAX_REASON: Final = 500
+MAX_QUARANTINE_S: Final = 10 * 365 * 86_400.0
+"""A quarantine without end lasts so long."""
+
 REVOKED_REST_S: Final = 60.0
 """A wallet whose lease was revoked is not offered that window again for so long."""
 
@@ -407,11 +410,20 @@ def release(session: Session, device: Device, lease: bytes, request: m.ReasonReq
     return _status(_one(session, lease), session.now)
 
 
-def revoke(session: Session, lease: bytes, request: m.ReasonRequest) -> m.LeaseStatus:
-    """End a lease at a backbone's word."""
+def revoke(session: Session, lease: bytes, request: m.RevokeRequest) -> m.LeaseStatus:
+    """End a lease at a backbone's word, and keep its wallet out as long as the backbone says.
+
+    Sending it again changes nothing but a quarantine that would end later.
+    """
+    if request.quarantine_s < 0:
+        raise Refused("bad_request", "a quarantine is not shorter than nothing")
     row = _by_backbone(session, lease, request.epoch)
     if row.state != "ENDED":
         _end(session, row, f"revoked: {request.reason}", outcome="revoked")
+    if request.quarantine_s > 0:
+        until = session.now + min(request.quarantine_s, MAX_QUARANTINE_S)
+        wallet = (t.wallets.c.wallet == row.wallet) & (t.wallets.c.quarantined_until < until)
+        session.run(update(t.wallets).where(wallet).values(quarantined_until=until))
     return _status(_one(session, lease), session.now)
 
 

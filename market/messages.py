@@ -284,6 +284,15 @@ class ReasonRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokeRequest:
+    """Ends a lease at a backbone's word; its wallet claims nothing for `quarantine_s` seconds from now."""
+
+    epoch: int
+    reason: str
+    quarantine_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ProvenRequest:
     """A proving call came back right; `d` is its error measure (see the audit)."""
 

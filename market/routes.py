@@ -91,9 +91,9 @@ ROUTES: Final[tuple[Route, ...]] = (
         "/leases/{lease}/revoke",
         "revoke",
         "backbone",
-        "End a lease for a reason",
+        "End a lease for a reason, and keep its wallet out for a time",
         m.LeaseStatus,
-        m.ReasonRequest,
+        m.RevokeRequest,
     ),
     Route("GET", "/plans", "plans", "anyone", "All plans, newest first", m.PlansAnswer),
     Route(

@@ -138,8 +138,12 @@ class Market:
             self._handlers.public_urls.append(url)
 
     async def run(self) -> None:
-        """Check the ledger once, then end what is over and move targets, for ever."""
-        await self._check_ledger()
+        """End what is over and move targets, for ever; meanwhile, check the ledger once."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._check_ledger())
+            await self._keep_sweeping()
+
+    async def _keep_sweeping(self) -> None:
         last_targets = 0.0
         while True:
             await asyncio.sleep(self.config.sweep_s)

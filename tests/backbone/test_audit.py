@@ -131,7 +131,9 @@ def test_the_limit_follows_the_numerics_class() -> None:
         ("x/y/int8", "int8"),
     ],
 )
-def test_no_device_earns_a_wider_limit_than_its_leased_precision_allows(numerics: str, precision: str) -> None:
+def test_no_device_earns_a_wider_limit_than_its_leased_precision_allows(
+    numerics: str, precision: str
+) -> None:
     assert limit_of(numerics, precision) == LIMIT
 
 

@@ -189,7 +189,9 @@ async def test_a_device_granted_to_another_wallet_gets_its_next_receipt_for_that
     assert table.balanced
 
 
-async def test_a_device_that_was_forgotten_goes_on_where_its_chain_stood(market: Stall, tmp_path: Path) -> None:
+async def test_a_device_that_was_forgotten_goes_on_where_its_chain_stood(
+    market: Stall, tmp_path: Path
+) -> None:
     device = await market.device()
     async with desk(market, tmp_path / "r.db") as made:
         await made.earn(device, 10)

@@ -19,6 +19,7 @@ from kvasir_backbone.bundled import bundled_model_path
 from kvasir_backbone.config import BackboneConfig
 from kvasir_backbone.daemon import Backbone, next_generation, run
 from relay.errors import ConfigError, Unreachable
+from relay.guard import bounded_rules
 from relay.identity import address_of
 from tests.support.swarms import running_swarm
 from tests.support.waiting import until
@@ -37,6 +38,7 @@ def config(folder: Path, **settings: Any) -> BackboneConfig:
         ({"kv_bytes": 0}, "--kv-bytes"),
         ({"window_bytes": 0}, "--window-bytes"),
         ({"public_urls": ("kvasir.example",)}, "--public-url"),
+        ({"trusted_proxies": ("proxy.example",)}, "no address or network"),
     ],
 )
 def test_settings_that_cannot_be_are_named(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -105,6 +107,24 @@ async def test_the_port_answers_while_the_model_loads_and_says_so(
         name, value = line.rsplit(" ", 1)
         assert name.startswith("kvasir_")
         float(value)
+
+
+async def test_silent_connections_to_the_one_port_are_bounded_and_the_rest_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "bounded_rules", lambda: bounded_rules(descriptors=300))
+    async with running_swarm(tmp_path, wires=1) as swarm:
+        silent = []
+        for _ in range(60):
+            address = ("127.0.0.1", swarm.backbone.port)
+            silent.append(await asyncio.open_connection(*address, local_addr=("127.0.0.2", 0)))
+        async with asyncio.timeout(10):
+            refusal = await silent[-1][0].readline()
+        assert refusal.startswith(b"HTTP/1.1 429 ")
+        async with swarm.http.get(f"{swarm.url}/market/v1/swarm") as response:
+            assert response.status == 200
+        for _, writer in silent:
+            writer.close()
 
 
 async def test_the_end_comes_in_the_stated_order_and_open_requests_finish(tmp_path: Path) -> None:

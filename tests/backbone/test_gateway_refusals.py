@@ -14,6 +14,7 @@ import pytest
 import structlog
 from torch import Tensor
 
+from kvasir_backbone import gateway
 from kvasir_backbone.engine import EngineConfig
 from kvasir_backbone.seam import DispatchFailed, RowKey
 from tests.support.api import MODEL, Api, local_model, running_api
@@ -45,6 +46,24 @@ async def test_unknown_model(api: Api) -> None:
     assert MODEL in str(caught.value)
     with pytest.raises(openai.NotFoundError):
         await api.client.models.retrieve("owner/other")
+
+
+@pytest.mark.parametrize("size", [1_000, 200_000])
+async def test_long_bodies_are_parsed_off_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    threads: list[threading.Thread] = []
+    original = gateway.parse_json
+
+    def parse(raw: bytes) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return original(raw)
+
+    monkeypatch.setattr(gateway, "parse_json", parse)
+    status, error, _ = await post(api, "/v1/completions", json.dumps({"pad": "x" * size}))
+    assert status == 400
+    assert error["message"]
+    assert (threads == [threading.main_thread()]) is (size < gateway.OFF_LOOP_BYTES)
 
 
 async def test_a_prompt_longer_than_the_context(api: Api) -> None:

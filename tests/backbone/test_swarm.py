@@ -1,4 +1,4 @@
-"""What the swarm makes of claims and refusals: who is in the roster, who is proven again, what is forgotten."""
+"""What the swarm makes of claims and refusals: who is called, who is proven again, what is forgotten."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Bench:
         self.link = Link()
         swarm._group = group
         self.tended: list[PublicKey] = []
-        swarm._tend = self.tend  # type: ignore[method-assign]
+        swarm._tend = self.tend  # type: ignore[assignment,method-assign]
 
     async def tend(self, tended: PublicKey) -> None:
         self.tended.append(tended)
@@ -121,7 +121,7 @@ async def test_a_stale_lease_is_left_out_alone_and_comes_back_when_it_is_proven(
     holding = bench.next()
     assert holding is not None
     assert holding.assignment.lease == replica.lease
-    bench.swarm._prover.prove = proven  # type: ignore[method-assign]
+    bench.swarm._prover.prove = proven  # type: ignore[assignment,method-assign]
     assert await bench.swarm._prove(cast(DeviceLink, SimpleNamespace(device=A)), holding)
     assert bench.served() == [0, 1]
     assert bench.next() is None

@@ -221,6 +221,25 @@ async def test_one_address_does_not_block_the_sign_ins_of_others(market: Stall) 
     await ask()
 
 
+async def test_quotas_count_the_client_that_a_trusted_proxy_names(tmp_path: Path) -> None:
+    def proxied(config: MarketConfig) -> MarketConfig:
+        return replace(config, trusted_proxies=("127.0.0.1",))
+
+    wallet, device, exchange = SigningKey.generate(), SigningKey.generate(), ExchangeKey.generate()
+
+    async def ask(market: Stall, address: str) -> None:
+        async with aiohttp.ClientSession(headers={"X-Forwarded-For": f"9.9.9.9, {address}"}) as http:
+            keys = (wallet.public, device.public, exchange.public)
+            await market.client(http=http).challenge(*keys, lifetime_s=3600)
+
+    async with stall(tmp_path, sweeping=False, configure=proxied) as market:
+        for _ in range(admission.WALLET_CHALLENGES):
+            await ask(market, "10.0.0.1")
+        with pytest.raises(Refused):
+            await ask(market, "10.0.0.1")
+        await ask(market, "10.0.0.2")
+
+
 # --- waits and reads ---------------------------------------------------------------------------------------
 
 

@@ -280,6 +280,30 @@ async def test_proving_drain_and_revocation(market: Stall) -> None:
     assert nodes[0].last_reason == "revoked: wrong answers"
 
 
+async def test_a_quarantine_is_the_wallets_and_outlives_the_backbone(either_market: Stall) -> None:
+    market = either_market
+    plan_id, plan = await market.publish()
+    device, backbone = await market.device(), market.backbone()
+    other, stranger = await market.device(device.wallet), await market.device()
+    held = await claim(device, offer_of(plan_id, plan.windows[0]))
+    await backbone.revoke(held.id, held.epoch, reason="quarantine: wrong answers", quarantine_s=3600.0)
+    await backbone.revoke(held.id, held.epoch, reason="again", quarantine_s=10.0)  # shortens nothing
+    for one in (device, other):
+        with pytest.raises(Refused) as refused:
+            await claim(one, offer_of(plan_id, plan.windows[1]))
+        assert refused.value.code == "quarantined"
+        assert 3500 < (refused.value.retry_after_s or 0) <= 3600
+        assert not (await one.client.volunteer(abilities())).offers
+    await claim(stranger, offer_of(plan_id, plan.windows[1]))
+    await backbone.revoke(held.id, held.epoch, reason="for good", quarantine_s=float("inf"))
+    with pytest.raises(Refused) as refused:
+        await claim(device, offer_of(plan_id, plan.windows[0]))
+    assert (refused.value.retry_after_s or 0) > 365 * 86_400
+    with pytest.raises(Refused) as refused:
+        await backbone.revoke(held.id, held.epoch, reason="x", quarantine_s=-1.0)
+    assert refused.value.code == "bad_request"
+
+
 async def test_a_new_plan_drains_the_old_ones_claims(market: Stall) -> None:
     plan_id, plan = await market.publish()
     device, backbone = await market.device(), market.backbone()
@@ -300,22 +324,23 @@ async def test_a_new_plan_drains_the_old_ones_claims(market: Stall) -> None:
 # --- following ---------------------------------------------------------------------------------------------
 
 
-async def test_a_claim_whose_grant_ran_out_hides_no_other(market: Stall) -> None:
-    plan_id, plan = await market.publish()
-    short, other, backbone = await market.device(), await market.device(), market.backbone()
-    start = (await backbone.assignments(plan_id)).revision
-    await short.client.login(short.wallet, short.key, short.exchange, lifetime_s=30)
-    await claim(short, offer_of(plan_id, plan.windows[0]))
-    kept = await claim(other, offer_of(plan_id, plan.windows[0]))
-    market.clock.ahead += 31  # less than a lease lives
-    snapshot = await backbone.assignments(plan_id)
-    assert [assignment.lease for assignment in snapshot.leases] == [kept.id]
-    changes = backbone.watch(plan_id, start)
-    first, second = [await asyncio.wait_for(anext(changes), 5) for _ in range(2)]
-    await changes.aclose()  # type: ignore[attr-defined]
-    assert first.assignment is None
-    assert "expired" in first.ended.reason  # type: ignore[union-attr]
-    assert second.assignment.lease == kept.id  # type: ignore[union-attr]
+async def test_a_claim_whose_grant_ran_out_hides_no_other(tmp_path: Path) -> None:
+    async with stall(tmp_path, sweeping=False) as market:  # the market has not ended it yet
+        plan_id, plan = await market.publish()
+        short, other, backbone = await market.device(), await market.device(), market.backbone()
+        start = (await backbone.assignments(plan_id)).revision
+        await short.client.login(short.wallet, short.key, short.exchange, lifetime_s=30)
+        await claim(short, offer_of(plan_id, plan.windows[0]))
+        kept = await claim(other, offer_of(plan_id, plan.windows[0]))
+        market.clock.ahead += 31  # less than a lease lives
+        snapshot = await backbone.assignments(plan_id)
+        assert [assignment.lease for assignment in snapshot.leases] == [kept.id]
+        changes = backbone.watch(plan_id, start)
+        first, second = [await asyncio.wait_for(anext(changes), 5) for _ in range(2)]
+        await changes.aclose()  # type: ignore[attr-defined]
+        assert first.assignment is None
+        assert "expired" in first.ended.reason  # type: ignore[union-attr]
+        assert second.assignment.lease == kept.id  # type: ignore[union-attr]
 
 
 async def test_a_watch_tells_every_change_in_order(market: Stall) -> None:
