@@ -65,7 +65,14 @@ class MarketLink:
 
     async def look(self) -> None:
         """Ask the market who it is. Raises `KvasirError`; what was known before is kept."""
-        self._answered = False
+        try:
+            await self._learn()
+        except KvasirError:
+            self._answered = False
+            raise
+        self._answered = True
+
+    async def _learn(self) -> None:
         listing = await self._ask("GET", "/market/v1/swarm")
         document = listing.get("certificate")
         if not isinstance(document, str):
@@ -76,7 +83,6 @@ class MarketLink:
         self._certificates[certificate.ed25519] = certificate
         for key in sorted(self._certificates, key=lambda k: self._certificates[k].serial)[:-2]:
             del self._certificates[key]
-        self._answered = True
 
     async def announce(self, url: str, certificate: Certificate, key: SigningKey) -> None:
         """Have the market list this relay at `url`. Raises `KvasirError`."""
@@ -108,13 +114,15 @@ class MarketLink:
     def _signed(self, path: str, body: bytes, certificate: Certificate, key: SigningKey) -> dict[str, str]:
         """The headers of a signed market request: see docs/protocol.md, section 2."""
         moment, nonce = str(int(time.time())), _encode(secrets.token_bytes(16))
-        lines = ("POST", path, hashlib.sha256(body).hexdigest(), moment, nonce)
+        body_hash = hashlib.sha256(body).digest()
+        lines = ("POST", path, body_hash.hex(), moment, nonce)
         signature = key.sign(pre_authentication("http-request", "\n".join(lines).encode()))
         return {
             "Content-Type": "application/json",
             "Kvasir-Key": address_of(key.public),
             "Kvasir-Time": moment,
             "Kvasir-Nonce": nonce,
+            "Kvasir-Body": _encode(body_hash),
             "Kvasir-Signature": _encode(signature),
             "Kvasir-Certificate": _encode(certificate.document.to_bytes()),
         }

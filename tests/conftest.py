@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 # Before anything imports torch: two spinning OpenMP pools on few cores are far slower than one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
@@ -69,6 +71,17 @@ def _loops(config: pytest.Config) -> dict[str, Callable[[], asyncio.AbstractEven
 
         loops["uvloop"] = uvloop.new_event_loop
     return loops
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that runs inside a test sets up logging for its process: not for the tests after it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = [handler for handler in root.handlers if handler in handlers] or handlers
+    root.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)

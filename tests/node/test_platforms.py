@@ -89,7 +89,7 @@ def _is_guarded(node: ast.AST, text: str) -> bool:
         return "NotImplementedError" in text
     if isinstance(node, ast.Attribute):
         return f"'{node.attr}')" in text or "sys.platform" in text or "os.name" in text
-    return "sys.platform" in text or "os.name" in text
+    return "sys.platform" in text or "os.name" in text or "except ImportError" in text
 
 
 def test_the_guard_sees_what_it_should() -> None:
