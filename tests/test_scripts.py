@@ -152,3 +152,29 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=380,
         check=False,
     )
+
+
+def test_failures_run_once_more_and_only_what_passes_then_is_called_unsteady(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import test as script
+
+    (tmp_path / "test_sample.py").write_text(
+        "from pathlib import Path\n"
+        "def test_good(): pass\n"
+        "def test_unsteady():\n"
+        "    seen = Path(__file__).with_name('seen')\n"
+        "    again = seen.exists()\n"
+        "    seen.write_text('')\n"
+        "    assert again\n"
+        "def test_bad(): assert False\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "LAST_FAILED", tmp_path / ".pytest_cache" / "v" / "cache" / "lastfailed")
+    check = script.Check("tests", ("pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)))
+    passed, _, unsteady = script.run_tests(check)
+    assert not passed
+    assert unsteady == ["test_sample.py::test_unsteady"]
+    (tmp_path / "test_sample.py").write_text("def test_good(): pass\n")
+    assert script.run_tests(check)[::2] == (True, [])
