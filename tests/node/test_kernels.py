@@ -410,7 +410,9 @@ def test_without_a_usable_cache_folder_it_is_built_for_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o500)
-    home = tmp_path if os.geteuid() else Path("/proc")  # permissions do not bind root, but nothing is made there
+    home = (
+        tmp_path if os.geteuid() else Path("/proc")
+    )  # permissions do not bind root, but nothing is made there
     monkeypatch.setenv("HOME", str(home))
     assert open_kernel() is not None
     assert not (home / ".cache").exists()
