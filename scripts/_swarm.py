@@ -129,7 +129,8 @@ class LocalSwarm:
             by_wallet[node["wallet"]] = by_wallet.get(node["wallet"], 0) + node["carried_bytes"]
         posted = {row["wallet"]: round(row["credit"] * 1_000_000) for row in ledger["wallets"]}
         settled = all(posted.get(wallet, 0) >= carried for wallet, carried in by_wallet.items())
-        shown = all(node["credit"] for node in status["nodes"])
+        seen = {node["wallet"]: round((node["credit"] or 0) * 1_000_000) for node in status["nodes"]}
+        shown = all(seen[wallet] >= carried > 0 for wallet, carried in by_wallet.items())
         return (status, ledger) if by_wallet and settled and shown else None
 
     def _once(self, text: str, *key: str) -> None:
