@@ -4,6 +4,11 @@
 #     docker run -p 8420:8420 -v kvasir:/state kvasir kvasir-backbone up --state-dir /state --host 0.0.0.0
 FROM python:3.11-slim
 
+# The compiler builds the expert kernels at first use; without one, experts run on torch, several times slower.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 RUN useradd --create-home --uid 10001 kvasir \
     && install -d -o kvasir -g kvasir /state
 WORKDIR /app
