@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -144,7 +145,7 @@ class Connection:
             if self.outcome is not None:
                 return
             self._ping_id += 1
-            self._pinged_at = self._loop.time()
+            self._pinged_at = time.perf_counter()  # uvloop's own time counts milliseconds only
             self._tick = self._loop.call_later(self._config.pong_timeout_s, check)
             self.write(encode(FrameType.PING, 0, self._ping_id.to_bytes(8, "big")))
 
@@ -160,7 +161,7 @@ class Connection:
     def pong(self, ping_id: int) -> None:
         """The peer answered ping `ping_id`."""
         if ping_id == self._ping_id and self._pinged_at is not None:
-            self.rtt_s = self._loop.time() - self._pinged_at
+            self.rtt_s = time.perf_counter() - self._pinged_at
             self._pinged_at = None
 
     # --- ending ---
