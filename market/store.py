@@ -9,6 +9,7 @@ Everything that differs between the two is in this module.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ from . import tables
 from .requests import Author
 
 T = TypeVar("T")
+
+BUSY_S: Final = 10
+"""How long one connection to SQLite waits for another's lock, seconds."""
 
 MIGRATION_LOCK: Final = 0x6B766173_6972
 """The advisory lock under which PostgreSQL replicas migrate one at a time."""
@@ -179,12 +183,13 @@ def _make_sqlite(url: str, path: str | None) -> Engine:
     if not path or path == ":memory:":
         raise ConfigError("the market's SQLite database is a file: sqlite:////var/lib/kvasir/market.db")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(url, connect_args={"timeout": 10, "check_same_thread": False})
+    engine = create_engine(url, connect_args={"timeout": BUSY_S, "check_same_thread": False})
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: object) -> None:
         connection.isolation_level = None
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+        _write_ahead(connection)
+        for pragma in ("synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_S * 1000}"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
@@ -193,3 +198,17 @@ def _make_sqlite(url: str, path: str | None) -> Engine:
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Switch the file to its write-ahead log. This one lock SQLite does not wait for by itself."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            locked = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not locked or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.01)
