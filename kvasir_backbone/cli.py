@@ -22,6 +22,7 @@ from kvasir_node.sources import HUB
 from relay import logs
 from relay.errors import ConfigError, IdentityError, KvasirError, Refused, Unreachable
 from relay.loop import run as run_loop
+from relay.places import state_folder
 
 from .addresses import Door, find_door
 from .bundled import bundled_model_path
@@ -57,16 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def default_state_dir(environment: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """The state directory where none is named: as each system wants it."""
-    if "KVASIR_BACKBONE_STATE" in environment:
-        return Path(environment["KVASIR_BACKBONE_STATE"])
-    if platform == "win32":
-        base = Path(environment.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
-    else:
-        base = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return base / "kvasir" / "backbone"
+    """The state folder where none is named: as each system wants it."""
+    return state_folder("backbone", environment, platform)
 
 
 # --- arguments ---------------------------------------------------------------------------------------

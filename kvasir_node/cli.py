@@ -31,6 +31,7 @@ from relay.identity import PublicKey, address_of, fingerprint, parse_address
 from relay.keyfiles import MAGIC
 from relay.links import JoinLink, parse_join_link
 from relay.loop import run as run_loop
+from relay.places import state_folder
 
 from .config import DEVICES, NodeConfig, parse_size
 from .control import ask_daemon
@@ -70,15 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def default_state_dir(environment: Mapping[str, str], platform: str = sys.platform) -> Path:
     """The state folder where none is named: as each system wants it."""
-    if "KVASIR_NODE_STATE" in environment:
-        return Path(environment["KVASIR_NODE_STATE"])
-    if platform == "win32":
-        base = Path(environment.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
-    else:
-        base = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return base / "kvasir" / "node"
+    return state_folder("node", environment, platform)
 
 
 # --- arguments ---------------------------------------------------------------------------------------

@@ -24,5 +24,5 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'market.db'}"
     server: str | None = request.getfixturevalue("postgres")
     if server is None:
-        pytest.skip("optional: PostgreSQL is not installed (or set KVASIR_TEST_POSTGRES)")
+        pytest.skip("PostgreSQL is not installed (or set KVASIR_TEST_POSTGRES)")
     return fresh_database(server)
