@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from kvasir_node.precision import QUANTISERS
-from kvasir_node.residual import residual
+from kvasir_node.residual import FLOOR_RMS, residual
+from kvasir_node.tensors import partial_sums
 from market.plans import Plan
 from market.windows import Window
 
@@ -153,20 +154,50 @@ def judge_proof(proof: Proof, outputs: Tensor, precision: str, reference: Refere
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One (row, expert) of an accepted call, to be recomputed. `row`, `output` [width]."""
+    """One (row, expert) of an accepted call, to be recomputed. `row`, `output` [width].
+
+    `ids` are all the experts that the worker was asked for with this row under the same lease, in order. In a
+    `weighted` swarm `output` is the partial sum over `ids` (all those of the call, whatever their leases),
+    `weights` [ids] fp32 are what it was made with and `precisions` those of each expert's replica.
+    """
 
     layer: int
     expert: int
     row: Tensor
     output: Tensor
+    ids: tuple[int, ...] = ()
+    weights: Tensor | None = None
+    precisions: tuple[str, ...] = ()
 
 
 def judge_sample(sample: Sample, precision: str, reference: Reference, band: NormBand) -> float:
-    """The d of one sampled output against the local recompute."""
+    """The d of one sampled output, or partial sum, against the local recompute."""
+    if sample.weights is not None:
+        return _judge_sum(sample, sample.weights, reference, band)
     rows = sample.row.unsqueeze(0)
     expected = reference(sample.layer, sample.expert, rows, precision)
     band.learn(sample.layer, rows, expected)
     return float(residual(sample.output.unsqueeze(0), expected).max())
+
+
+def _judge_sum(sample: Sample, weights: Tensor, reference: Reference, band: NormBand) -> float:
+    """The d of a partial sum; `precisions` says at which precision each expert is run.
+
+    Outputs of several experts may cancel, and rounding does not shrink with their sum. So the difference is
+    measured against the size that the weighted outputs have without regard to direction, where that is more.
+    """
+    row = sample.row.float().unsqueeze(0)
+    experts = zip(sample.ids, sample.precisions, strict=True)
+    made = torch.cat([reference(sample.layer, expert, row, precision) for expert, precision in experts])
+    band.learn(sample.layer, row.expand(len(made), -1), made)
+    expected = partial_sums(made, weights, [0] * len(made), 1)[0].to(sample.output.dtype)
+    x, y = sample.output.double(), expected.double()
+    size = x.square().sum() + y.square().sum()
+    if not bool(torch.isfinite(size)):
+        return float("inf")
+    unsigned = 2.0 * (made.double() * weights.double().unsqueeze(-1)).square().sum()
+    floor = 2.0 * len(x) * FLOOR_RMS**2
+    return float((x - y).square().sum() / torch.maximum(size, unsigned).clamp(min=floor))
 
 
 def quarantine_s(number: int) -> float:

@@ -126,8 +126,8 @@ class SampledAuditor:
         """End the thread; samples that wait are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def offer(self, replica: Replica, draw: Callable[[random.Random], Sample]) -> None:
-        """One part of a valid reply: audited or not, by chance."""
+    def offer(self, replica: Replica, draw: Callable[[random.Random], tuple[Replica, Sample]]) -> None:
+        """A valid call of the wallet of `replica`: audited or not, by chance."""
         with self._lock:
             wanted = self._trust.setdefault(replica.wallet, Trust()).wants_audit(self._rng)
             if not wanted:
@@ -136,7 +136,7 @@ class SampledAuditor:
                 self._stats = replace(self._stats, dropped=self._stats.dropped + 1)
                 return
             self._queued += 1
-            sample = draw(self._rng)
+            replica, sample = draw(self._rng)
         self._thread.submit(self._judge, replica, sample)
 
     def rejected(self, replica: Replica, d: float) -> None:

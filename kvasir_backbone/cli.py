@@ -129,6 +129,11 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--window-bytes", type=_size, default="256MiB", help="size of a window")
     up.add_argument("--fallback", choices=FALLBACKS, default="disk", help="what computes ownerless experts")
     up.add_argument(
+        "--weighted",
+        action="store_true",
+        help="nodes get the combine weights too and send one sum a row: up to k times less upload",
+    )
+    up.add_argument(
         "--relay-only",
         action="store_true",
         help="never dial nodes directly, even where it works",
@@ -172,6 +177,7 @@ def _up(arguments: argparse.Namespace) -> int:
         fallback=arguments.fallback,
         expert_memory_bytes=arguments.expert_memory,
         relay_only=arguments.relay_only,
+        weighted=arguments.weighted,
         expert_cache_bytes=arguments.expert_cache,
         use_uvloop=os.environ.get("KVASIR_LOOP") != "default",
     )

@@ -61,6 +61,8 @@ class BackboneConfig:
     """How often the market is told which windows are asked for, in seconds."""
     drain_s: float = 20.0
     """How long open requests may take to end after SIGTERM, in seconds."""
+    weighted: bool = False
+    """Nodes get the combine weights and send one partial sum a row; the plan, and its id, say so."""
     relay_only: bool = False
     """Never dial nodes directly: everything goes through relays."""
     use_uvloop: bool = True

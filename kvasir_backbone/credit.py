@@ -4,7 +4,8 @@ Carried bytes of a call = (unique request rows + accepted response rows) x row b
 the backbone's own dispatch. A row sent once for several leases counts once, in the message that carried it:
 a dispatch too large for one message is cut at the same rows in every window (see `flight.py`), so that no
 row goes to a device in two messages, and their sum is what one message would count. A row sent again,
-because its first call failed, counts with the reply that is combined. Only the one reply that is combined
+because its first call failed, counts with the reply that is combined. In a `weighted` swarm a response has one
+row for a request row, whatever its ids; the weights that went out with them count nothing. Only the one reply that is combined
 pays for an output; rows whose demand is not metered pay nothing. Hedge losers, late and rejected replies
 and proving calls are simply never reported here.
 
@@ -58,12 +59,19 @@ class LeaseShare:
 
 
 def carried(
-    call: WorkerCall, parts: Sequence[Part], taken: Iterable[int], metered: Sequence[bool], row_bytes: int
+    call: WorkerCall,
+    parts: Sequence[Part],
+    taken: Iterable[int],
+    metered: Sequence[bool],
+    row_bytes: int,
+    *,
+    weighted: bool = False,
 ) -> tuple[LeaseShare, ...]:
     """What the worker of `call` earned with the parts `taken` from its reply.
 
     `parts` are the dispatch's, `metered[row]` says of each dispatched row whether it pays, `row_bytes` is
-    the size of one row on the wire. A request row counts for the first lease that served it.
+    the size of one row on the wire. A request row counts for the first lease that served it, and so does the
+    one response row that a `weighted` call has for it.
     """
     chosen = set(taken)
     seen: set[int] = set()
@@ -79,7 +87,7 @@ def carried(
                 rows += row not in seen
                 seen.add(row)
         if outputs:
-            size = (rows + outputs) * row_bytes + ID_BYTES * outputs
+            size = (rows + (rows if weighted else outputs)) * row_bytes + ID_BYTES * outputs
             shares.append(LeaseShare(replica.lease, replica.epoch, size))
     return tuple(shares)
 

@@ -145,7 +145,7 @@ class _Daemon:
             ),
             root=keys.root_public,
             keys=lambda: self.backbone.keys.market,
-            relays=lambda: (RelayListing("/relay/v1", self.relay.certificate.document),),
+            relays=lambda: (RelayListing("/relay/v1", self.relay.certificate.document, self.relay.load),),
         )
         self.backbone = Backbone(config, keys, self.relay, market, stop=stop)
         self.backbone.port = self.port
@@ -390,7 +390,11 @@ def _build_plan(
     opened(checkpoint)
     dtype = resolve_dtype(checkpoint.config, config.dtype)
     plan = checkpoint.make_plan(
-        window_bytes=config.window_bytes, wire_dtype=dtype, model=config.name, rng=random.SystemRandom()
+        window_bytes=config.window_bytes,
+        wire_dtype=dtype,
+        weighted=config.weighted,
+        model=config.name,
+        rng=random.SystemRandom(),
     )
     references = References(
         lambda precision: LocalExperts(

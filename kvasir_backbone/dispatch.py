@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -38,6 +38,7 @@ from .flight import Flight, Instruction, Owner, RunFallback, Send, Trip, WorkerC
 from .pace import MIN_FAILOVER_S, HedgeBudget
 from .roster import Replica, Roster
 from .seam import DispatchFailed, RowKey
+from .whole_flight import WholeFlight
 
 _log = structlog.get_logger("backbone")
 
@@ -102,8 +103,8 @@ class LocalSource(Protocol):
 class Auditor(Protocol):
     """Takes accepted outputs for later recomputation, and hears of replies that were refused outright."""
 
-    def offer(self, replica: Replica, draw: Callable[[random.Random], Sample]) -> None:
-        """One part of a valid reply; `draw` picks one of its outputs if the auditor wants one."""
+    def offer(self, replica: Replica, draw: Callable[[random.Random], tuple[Replica, Sample]]) -> None:
+        """A valid call of the wallet of `replica`; `draw` picks one of its outputs if one is wanted."""
 
     def rejected(self, replica: Replica, d: float) -> None:
         """A reply was rejected before it was used: one of its outputs was off by `d`."""
@@ -160,6 +161,14 @@ class _Run:
     metered: list[bool]
     deadline: float
     facts: queue.SimpleQueue[CallEnd]
+    weights: Tensor | None = None
+    """[n * k] fp32 where the swarm combines (see `weighting.py`)."""
+    sums: dict[int, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
+    """What was combined so far, by the first of its parts: the rows, and one partial sum for each."""
+
+    def result(self) -> Tensor:
+        """The outputs as the seam has them: [n, k, width], or combined [n, width]."""
+        return self.out.view(len(self.rows), self.k, -1) if self.weights is None else self.out
 
 
 class SwarmDispatcher:
@@ -214,6 +223,13 @@ class SwarmDispatcher:
     ) -> Tensor:
         """See `seam.Dispatcher.dispatch`."""
         run = self._prepare(layer, rows, ids.tolist(), keys, deadline_s)
+        self._fly(run)
+        if run.flight.failed:
+            raise self._failure(run)
+        return run.result()
+
+    def _fly(self, run: _Run) -> None:
+        """From the first instructions to the end of every part."""
         flight = run.flight
         with self._owners():
             todo = flight.start(self._clock())
@@ -223,18 +239,22 @@ class SwarmDispatcher:
                 break
             todo = self._wait(run)
         self._finish(run)
-        if flight.failed:
-            raise self._failure(run)
-        return run.out.view(len(rows), run.k, rows.shape[1])
 
     def _prepare(
-        self, layer: int, rows: Tensor, ids: list[list[int]], keys: Sequence[RowKey], deadline_s: float
+        self,
+        layer: int,
+        rows: Tensor,
+        ids: list[list[int]],
+        keys: Sequence[RowKey],
+        deadline_s: float,
+        weights: Tensor | None = None,
     ) -> _Run:
         n, width = rows.shape
         k = len(ids[0])
         assert len(ids) == n == len(keys)
         deadline = self._clock() + deadline_s
-        flight = Flight(
+        weighted = weights is not None
+        flight = (WholeFlight if weighted else Flight)(
             self._lines.roster(),
             layer,
             ids,
@@ -246,7 +266,11 @@ class SwarmDispatcher:
             deadline=deadline,
             min_failover_s=self._min_failover_s,
             block=rows_of_a_call(
-                self._plan.row_bytes, k, self._windows[layer], max_bytes=self._max_message_bytes
+                self._plan.row_bytes,
+                k,
+                self._windows[layer],
+                max_bytes=self._max_message_bytes,
+                weighted=weighted,
             ),
         )
         with self._book.lock:
@@ -254,9 +278,9 @@ class SwarmDispatcher:
             self.stats.rows += n
             for part in flight.parts:
                 self._demand[part.window] += len(part.rows)
-        out = torch.empty(n * k, width, dtype=rows.dtype)
+        out = torch.empty(n if weighted else n * k, width, dtype=rows.dtype)
         metered = [key.metered for key in keys]
-        return _Run(flight, layer, rows, k, out, metered, deadline, queue.SimpleQueue())
+        return _Run(flight, layer, rows, k, out, metered, deadline, queue.SimpleQueue(), weights)
 
     @contextmanager
     def _owners(self) -> Iterator[None]:
@@ -282,8 +306,7 @@ class SwarmDispatcher:
         elif end.reply is not None:
             outputs, reason = self._read(run, call, end.reply)
             if outputs is not None:
-                self._accept(run, call, outputs, end.at)
-                return []
+                return self._accept(run, call, outputs, end.at)
             code = "rejected"
         self._note_failure(call, code, reason)
         with self._owners():
@@ -321,6 +344,7 @@ class SwarmDispatcher:
                 deadline_ms=left_ms,
                 groups=tuple(make_group(replica, call, run.flight, index) for replica, index in call.groups),
                 rows=rows_to_bytes(rows.detach().contiguous()),
+                weights=self._weights_of(run, call),
             )
         )
         with self._book.lock:
@@ -332,8 +356,12 @@ class SwarmDispatcher:
             call.id,
             message,
             lambda end: self._deliver(run.facts, end),
-            answer_bytes=reply_bytes(call.outputs, self._plan.row_bytes),
+            answer_bytes=reply_bytes(_reply_rows(run, call), self._plan.row_bytes),
         )
+
+    def _weights_of(self, run: _Run, call: WorkerCall) -> memoryview | None:
+        """The combine weights that the call carries, in the order of its ids; None where it carries none."""
+        return None
 
     def _deliver(self, facts: queue.SimpleQueue[CallEnd], end: CallEnd) -> None:
         """On the loop's thread: hand a fact to its step thread; a given-up call's reply only teaches."""
@@ -350,12 +378,13 @@ class SwarmDispatcher:
                     owner.pace.observe(call.outputs, end.at - sent_at)
 
     def _read(self, run: _Run, call: WorkerCall, reply: Reply) -> tuple[Tensor | None, str]:
-        """The reply's outputs [outputs, width], or None and why it is not usable."""
-        width = run.rows.shape[1]
+        """The reply's rows [outputs, width], or None and why it is not usable."""
+        width, count = run.rows.shape[1], _reply_rows(run, call)
         try:
-            if reply.weighted or reply.outputs != call.outputs:
-                raise ValueError(f"{reply.outputs} outputs where {call.outputs} were asked for")
-            outputs = bytes_to_rows(reply.rows, call.outputs, width, self._plan.wire_dtype)
+            if reply.weighted != (run.weights is not None) or reply.outputs != count:
+                kind = "partial sums" if reply.weighted else "outputs"
+                raise ValueError(f"{reply.outputs} {kind} where {count} were asked for")
+            outputs = bytes_to_rows(reply.rows, count, width, self._plan.wire_dtype)
         except (KvasirError, ValueError) as error:
             return None, str(error)
         reason = self._check_suspects(run, call, outputs)
@@ -393,21 +422,17 @@ class SwarmDispatcher:
             raise Refused("not_found", "the backbone has no bytes of its own")
         return self._reference.run(layer, expert, row, precision)
 
-    def _accept(self, run: _Run, call: WorkerCall, outputs: Tensor, at: float) -> None:
+    def _accept(self, run: _Run, call: WorkerCall, outputs: Tensor, at: float) -> list[Instruction]:
         flight = run.flight
         with self._owners():
             taken = flight.got_reply(call.id, at)
+            todo = flight.stranded(at)
             self.stats.outcomes["completed" if taken else "hedge_lost"] += 1
-        start = 0
-        for replica, index in call.groups:
-            part = flight.parts[index]
-            stop = start + len(part.slots)
-            if index in taken:
-                run.out[list(part.slots)] = outputs[start:stop].to(run.out.dtype)
-                if self._auditor is not None:
-                    self._auditor.offer(replica, _drawer(run, index, outputs[start:stop]))
-            start = stop
-        shares = carried(call, flight.parts, taken, run.metered, self._plan.row_bytes)
+        self._store(run, call, outputs, taken)
+        if self._auditor is not None and taken:
+            self._auditor.offer(call.groups[0][0], self._drawer(run, call, outputs, taken))
+        weighted = run.weights is not None
+        shares = carried(call, flight.parts, taken, run.metered, self._plan.row_bytes, weighted=weighted)
         if shares:
             self._credit.pay(call.device, call.id, run.layer, shares, at)
         _log.debug(
@@ -419,6 +444,27 @@ class SwarmDispatcher:
             outputs=call.outputs,
             bytes=sum(share.nbytes for share in shares),
         )
+        return todo
+
+    def _store(self, run: _Run, call: WorkerCall, outputs: Tensor, taken: Collection[int]) -> None:
+        """Put the outputs of the parts taken where they belong."""
+        start = 0
+        for _, index in call.groups:
+            part = run.flight.parts[index]
+            stop = start + len(part.slots)
+            if index in taken:
+                run.out[list(part.slots)] = outputs[start:stop].to(run.out.dtype)
+            start = stop
+
+    def _drawer(
+        self, run: _Run, call: WorkerCall, outputs: Tensor, taken: Collection[int]
+    ) -> Callable[[random.Random], tuple[Replica, Sample]]:
+        """Picks one taken output of a call at random, copied so that nothing else keeps the reply alive."""
+
+        def draw(rng: random.Random) -> tuple[Replica, Sample]:
+            return draw_output(call, run.flight, taken, run.rows, outputs, rng)
+
+        return draw
 
     def _note_failure(self, call: WorkerCall, code: str, reason: str) -> None:
         with self._book.lock:
@@ -499,7 +545,7 @@ class SwarmDispatcher:
             f"{reason}: start a node that can hold it (kvasir-backbone gaps shows what is missing)",
             rows=rows,
             window=windows.pop() if len(windows) == 1 else "",
-            outputs=run.out.view(len(run.rows), run.k, -1),
+            outputs=run.result(),
         )
 
     # --- what others read ----------------------------------------------------------------------------
@@ -539,16 +585,35 @@ def reply_order(call: WorkerCall, flight: Flight) -> tuple[list[int], list[int],
     return rows, experts, replicas
 
 
-def _drawer(run: _Run, index: int, outputs: Tensor) -> Callable[[random.Random], Sample]:
-    """Picks one output of a part at random, copied so that nothing else keeps the reply alive."""
+def _reply_rows(run: _Run, call: WorkerCall) -> int:
+    """Rows that the reply to `call` must hold."""
+    return call.outputs if run.weights is None else len(call.rows)
 
-    def draw(rng: random.Random) -> Sample:
-        part = run.flight.parts[index]
-        place = rng.randrange(len(part.slots))
-        slot = part.slots[place]
-        row = slot // run.k
-        before = sum(1 for other in part.slots[:place] if other // run.k == row)
-        expert = part.ids[part.rows.index(row)][before]
-        return Sample(run.layer, expert, run.rows[row].clone(), outputs[place].clone())
 
-    return draw
+def draw_output(
+    call: WorkerCall,
+    flight: Flight,
+    taken: Collection[int],
+    rows: Tensor,
+    outputs: Tensor,
+    rng: random.Random,
+) -> tuple[Replica, Sample]:
+    """One output of the parts `taken` from a reply, drawn by `rng`, each as likely as any other.
+
+    `rows` [n, width] are the dispatch's, `outputs` [outputs, width] the reply's.
+    """
+    left = rng.randrange(sum(len(flight.parts[index].slots) for index in taken))
+    start = 0
+    for replica, index in call.groups:
+        part = flight.parts[index]
+        if index in taken:
+            if left < len(part.slots):
+                break
+            left -= len(part.slots)
+        start += len(part.slots)
+    place = start + left
+    for row, ids in zip(part.rows, part.ids, strict=True):
+        if left < len(ids):
+            break
+        left -= len(ids)
+    return replica, Sample(call.layer, ids[left], rows[row].clone(), outputs[place].clone(), ids)

@@ -45,6 +45,7 @@ class Model(Protocol):
     packed: bool
     chunked: bool
     kv_token_bytes: int
+    state_bytes: int
     context_length: int
     vocabulary: int
     eos_ids: frozenset[int]
@@ -163,6 +164,7 @@ class Engine:
         self._scheduler = Scheduler(
             SchedulerConfig(
                 total_blocks=self._total_blocks(),
+                state_blocks=self._state_blocks(),
                 block_tokens=self.config.block_tokens,
                 chunk_rows=self.config.chunk_rows if model.chunked else model.context_length,
                 rowwise_rows=self.config.chunk_rows if model.packed else 1,
@@ -439,12 +441,17 @@ class Engine:
 
     def _total_blocks(self) -> int:
         block = self.config.block_tokens * self.model.kv_token_bytes
-        if self.config.kv_bytes < block:
+        least = block * (1 + self._state_blocks())
+        if self.config.kv_bytes < least:
             raise ConfigError(
-                f"--kv-bytes {self.config.kv_bytes} is too small for this model: one block of "
-                f"{self.config.block_tokens} positions takes {block} bytes"
+                f"--kv-bytes {self.config.kv_bytes} is too small for this model: one request of "
+                f"{self.config.block_tokens} positions takes {least} bytes"
             )
         return self.config.kv_bytes // block
+
+    def _state_blocks(self) -> int:
+        """Blocks that hold what a request keeps beside its positions."""
+        return -(-self.model.state_bytes // (self.config.block_tokens * self.model.kv_token_bytes))
 
     def _max_tokens(self, request: GenerationRequest, prompt: Collection[int]) -> int:
         if not prompt:

@@ -112,17 +112,24 @@ Instruction = Send | RunFallback | Trip
 
 
 def rows_of_a_call(
-    row_bytes: int, k: int, windows: int, *, max_bytes: int = MAX_MESSAGE_BYTES, max_cells: int = MAX_CALL_IDS
+    row_bytes: int,
+    k: int,
+    windows: int,
+    *,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+    max_cells: int = MAX_CALL_IDS,
+    weighted: bool = False,
 ) -> int:
     """How many rows any one call of a layer may carry, at least 1.
 
     `row_bytes` is the size of a row on the wire, `k` the experts of a row, `windows` the layer's windows: a
     worker that owns all of them still gets a request, and sends a reply, of at most `max_bytes`, and no call
-    has more than `max_cells` ids, or rows times groups.
+    has more than `max_cells` ids, or rows times groups. A `weighted` call has a weight an id, and its reply
+    one row a row.
     """
-    fixed = call_bytes(0, [0] * windows, row_bytes) + 16
-    request = (max_bytes - fixed) // (row_bytes + 2 * windows + 2 * k)
-    reply = (max_bytes - reply_bytes(0, row_bytes)) // (row_bytes * k)
+    fixed = call_bytes(0, [0] * windows, row_bytes) + 32
+    request = (max_bytes - fixed) // (row_bytes + 2 * windows + (6 if weighted else 2) * k)
+    reply = (max_bytes - reply_bytes(0, row_bytes)) // (row_bytes * (1 if weighted else k))
     return max(1, min(request, reply, max_cells // max(k, windows), MAX_CALL_ROWS))
 
 
@@ -261,6 +268,10 @@ class Flight:
             self._retry_at.pop(index, None)
         return taken
 
+    def stranded(self, now: float) -> list[Instruction]:
+        """After a reply: what must be placed again because of what was taken. Here never anything."""
+        return []
+
     def got_failure(self, call_id: int, now: float) -> list[Instruction]:
         """A call was refused, lost or its reply rejected: give its parts to others."""
         attempt = self._end(call_id, now, answered=False)
@@ -385,14 +396,16 @@ class Flight:
 
     def _wait_or_fail(self, indices: Iterable[int], now: float) -> None:
         for index in indices:
-            window = self.parts[index].window
-            name = self._roster.windows.windows[window].name
             if any(index in self._parts_of(attempt) for attempt in self._attempts.values()):
                 continue
-            if not self._roster.of(window):
-                self.failed[index] = f"window {name} has no live owner and the backbone has no bytes for it"
+            if not self._roster.of(self.parts[index].window):
+                self.failed[index] = self._no_bytes(index)
             else:
                 self._retry_at[index] = now + RETRY_S
+
+    def _no_bytes(self, index: int) -> str:
+        name = self._roster.windows.windows[self.parts[index].window].name
+        return f"window {name} has no live owner and the backbone has no bytes for it"
 
     # --- attempts ------------------------------------------------------------------------------------
 

@@ -301,6 +301,7 @@ class Gateway:
                 top_p=body.sampling.top_p,
                 seed=seed,
                 choice=choice,
+                ignore_eos=body.sampling.ignore_eos,
             )
             for prompt in prompts
             for choice in range(body.sampling.n)

@@ -2,7 +2,7 @@
 
 Loads everything but the routed experts, which are never allocated, and runs it for the segments that the
 scheduler decided on: all of them in one packed forward pass where the architecture fits that form, else one
-pass a request with transformers' own cache.
+pass a request with transformers' own cache, side by side, their dispatches gathered layer by layer.
 
 Knows transformers. Knows no scheduling, no sampling and no owners.
 """
@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,10 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from relay.errors import ConfigError
+from relay.errors import ConfigError, KvasirError
 
 from . import packed, routing
 from .checkpoint import Checkpoint
+from .coalescing import MAX_PASSES, SideBySide
+from .footprint import Zeros, held_bytes, measure
 from .packed import KvMemory, PackedBatch, PackedCache, padded_rows
 from .routing import NothingLeft, Routed, RoutingLog, StepRouting
 from .scheduler import Segment
@@ -64,6 +69,7 @@ _FIXED_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that depend on a row's own position only."""
 
 _load_lock = threading.Lock()
+_log = structlog.get_logger("backbone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class StepResult:
     """What one step gave: fp32 logits [vocabulary] of each request that samples, and requests that failed."""
 
     logits: Mapping[int, NDArray[np.float32]]
-    failures: Mapping[int, DispatchFailed]
+    failures: Mapping[int, KvasirError]
 
 
 class BackboneModel:
@@ -88,8 +94,8 @@ class BackboneModel:
 
     `packed` says whether requests share a forward pass, `packed_fault` why not; `chunked` whether a prompt
     may be computed in several pieces. `dispatcher` runs the experts and may be replaced between steps.
-    `kv_token_bytes` are the bytes of keys and values of one position (from the configuration: an upper
-    bound where transformers keeps them itself).
+    `kv_token_bytes` are the bytes of keys and values of one position (an upper bound where transformers keeps
+    them itself), `state_bytes` what a request keeps beside, whatever its length.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: str, dispatcher: Dispatcher | None) -> None:
@@ -114,7 +120,12 @@ class BackboneModel:
         self.memory = KvMemory()
         self._cache = PackedCache(self.memory)
         self._caches: dict[int, Any] = {}
+        self._passes = SideBySide(passes_at_once(text))
         self._logs: dict[int, RoutingLog] = {}
+        self.state_bytes = 0
+        if not self.packed:
+            footprint = measure(self._kept_after, self.kv_token_bytes)
+            self.kv_token_bytes, self.state_bytes = footprint.token_bytes, footprint.state_bytes
 
     @classmethod
     def load(
@@ -161,19 +172,22 @@ class BackboneModel:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys, values and other state that requests hold now."""
-        return self.memory.nbytes + sum(map(_cache_bytes, self._caches.values()))
+        return self.memory.nbytes + sum(held_bytes(cache) for cache in list(self._caches.values()))
 
     def forward(self, works: Sequence[Work]) -> StepResult:
         """Compute these segments; each request comes once."""
         assert self.dispatcher is not None, "the model has no dispatcher"
         if self.packed:
             return self._forward_packed(works)
+        passes = [functools.partial(self._forward_alone, work) for work in works]
         logits: dict[int, NDArray[np.float32]] = {}
-        failures: dict[int, DispatchFailed] = {}
-        for work in works:
-            result = self._forward_alone(work)
-            logits.update(result.logits)
-            failures.update(result.failures)
+        failures: dict[int, KvasirError] = {}
+        for work, result in zip(works, self._passes.run(self.dispatcher, passes), strict=True):
+            if isinstance(result, Exception):
+                failures[work.segment.request] = pass_failed(result)
+            else:
+                logits.update(result.logits)
+                failures.update(result.failures)
         return StepResult(logits, failures)
 
     def release(self, request: int) -> None:
@@ -197,7 +211,7 @@ class BackboneModel:
             for work, place in zip(works, batch.places, strict=True)
             if work.segment.samples
         ]
-        step = self._routing(works, batch.places)
+        step = self._routing(works, batch.places, self.dispatcher)
         with packed.packed(batch):
             logits = self._run(
                 step,
@@ -216,11 +230,12 @@ class BackboneModel:
         }
         return StepResult(made, failures)
 
-    def _forward_alone(self, work: Work) -> StepResult:
+    def _forward_alone(self, work: Work, dispatcher: Dispatcher) -> StepResult:
+        """One request's own pass; passes of several requests run at the same time."""
         segment = work.segment
         if segment.request not in self._caches:
             self._caches[segment.request] = DynamicCache(config=self.config.get_text_config(decoder=True))
-        step = self._routing([work], [0])
+        step = self._routing([work], [0], dispatcher)
         logits = self._run(
             step,
             torch.tensor([list(work.tokens)]),
@@ -234,6 +249,14 @@ class BackboneModel:
             return StepResult({}, failures)
         self._record(step, [work], [0], failures)
         return StepResult({segment.request: logits[0]} if segment.samples else {}, {})
+
+    def _kept_after(self, rows: int) -> int:
+        """Bytes that a text of that many rows keeps, by a pass of its own with experts that answer zeros."""
+        probe = Segment(-1, 0, 0, rows, rows, rowwise=False, replayed=0, samples=False)
+        self._forward_alone(Work(probe, [0] * rows), Zeros())
+        kept = held_bytes(self._caches[probe.request])
+        self.forget(probe.request)
+        return kept
 
     def _run(
         self,
@@ -264,8 +287,10 @@ class BackboneModel:
         logits: NDArray[np.float32] = output.logits[0, : len(wanted)].float().numpy()
         return logits
 
-    def _routing(self, works: Sequence[Work], places: Sequence[int]) -> StepRouting:
-        assert self.dispatcher is not None
+    def _routing(
+        self, works: Sequence[Work], places: Sequence[int], dispatcher: Dispatcher | None
+    ) -> StepRouting:
+        assert dispatcher is not None
         keys = [
             RowKey(work.segment.request, work.segment.step, position, work.metered)
             for work in works
@@ -277,7 +302,7 @@ class BackboneModel:
             if segment.replayed:
                 log = self._logs[segment.request]
                 replay.append((place, log.rows(segment.start, segment.start + segment.replayed)))
-        return StepRouting(self.dispatcher, keys, deadline_s=self.deadline_s, replay=replay)
+        return StepRouting(dispatcher, keys, deadline_s=self.deadline_s, replay=replay)
 
     def _record(
         self, step: StepRouting, works: Sequence[Work], places: Sequence[int], failures: Mapping[int, object]
@@ -322,6 +347,28 @@ def packed_fault(text: Any) -> str | None:
     return None
 
 
+def passes_at_once(text: Any) -> int:
+    """How many requests' passes may run at the same time.
+
+    One, where a rotary embedding depends on the length of the text: transformers keeps the frequencies for
+    the text at hand in the model, which all passes share.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    moving = any(re.search("dynamic|longrope", str(kind.get("rope_type"))) for kind in kinds)
+    return 1 if moving else MAX_PASSES
+
+
+def pass_failed(fault: Exception) -> KvasirError:
+    """What ends a request whose pass raised `fault`; one of our own bugs is logged."""
+    if isinstance(fault, KvasirError):
+        return fault
+    # As text: a renderer that prints locals would print what people wrote.
+    trace = "".join(traceback.format_exception(fault))
+    _log.error("step.failed", requests=1, reason=str(fault), trace=trace)
+    return KvasirError(f"the model could not compute this step: {fault}")
+
+
 def kv_token_bytes(text: Any, item_bytes: int) -> int:
     """Bytes of the keys and values of one position over all layers that keep any, at `item_bytes` each."""
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
@@ -349,13 +396,6 @@ def _eos_ids(model: Any) -> frozenset[int]:
         if value is not None:
             return frozenset(value if isinstance(value, (list, tuple)) else [value])
     return frozenset()
-
-
-def _cache_bytes(cache: Any) -> int:
-    """Bytes of the tensors in one of transformers' caches; states of recurrent layers lie in dictionaries."""
-    kept = [value for layer in cache.layers for value in vars(layer).values()]
-    kept += [state for value in kept if isinstance(value, dict) for state in value.values()]
-    return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
 
 @contextlib.contextmanager

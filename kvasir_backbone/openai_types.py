@@ -100,6 +100,8 @@ class Sampling:
     stops: tuple[str, ...]
     max_tokens: int | None
     n: int
+    ignore_eos: bool = False
+    """Whether to go on after an end-of-text token (an extension that vLLM has as well)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,7 @@ def _sampling(fields: _Fields, *, default_max_tokens: int | None) -> Sampling:
         stops=_stops(fields.take("stop")),
         max_tokens=max_tokens if max_tokens is not None else default_max_tokens,
         n=1 if n is None else n,
+        ignore_eos=fields.boolean("ignore_eos"),
     )
 
 

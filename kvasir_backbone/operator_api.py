@@ -43,6 +43,7 @@ class Operator:
         self._backbone = backbone
         self._token = token
         self._rate = overview.TokenRate()
+        self._carried = overview.TokenRate()
         self._said: tuple[float, GapsAnswer | None] = (float("-inf"), None)
         self._table: tuple[float, CreditTable | None] = (float("-inf"), None)
         self._asking = asyncio.Lock()
@@ -132,6 +133,7 @@ class Operator:
         return {
             "plan": swarm.plan_id.hex(),
             "wire_dtype": swarm.plan.wire_dtype,
+            "carried": overview.show_carried(swarm, self._carried, time.monotonic()),
             "numerics": swarm.numerics(),
             "coverage": swarm.roster().coverage(),
             "fallback_rows": swarm.dispatcher.stats.fallback_rows,

@@ -23,7 +23,7 @@ RATE_WINDOW_S: Final = 10.0
 
 
 class TokenRate:
-    """Tokens a second over the last `RATE_WINDOW_S`, from a rising count. Time is an argument."""
+    """Tokens (or bytes) a second over the last `RATE_WINDOW_S`, from a rising count. Time is an argument."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
@@ -133,6 +133,17 @@ def _show_node(
     }
 
 
+def mode_of(swarm: Swarm) -> str:
+    """What a reply holds in this swarm: `weighted`, one partial sum a row, or `ids`, one output an expert."""
+    return "weighted" if swarm.plan.weighted else "ids"
+
+
+def show_carried(swarm: Swarm, rate: TokenRate, now: float) -> dict[str, Any]:
+    """Carried bytes since the start and a second, with the mode that they were carried in."""
+    rate.note(now, swarm.book.paid_bytes)
+    return {"mode": mode_of(swarm), "bytes": swarm.book.paid_bytes, "bytes_per_s": rate.value(now)}
+
+
 def show_dispatch(swarm: Swarm) -> dict[str, Any]:
     """What the dispatcher did since the start."""
     stats = swarm.dispatcher.stats
@@ -214,7 +225,7 @@ def metrics_text(swarm: Swarm | None, engine: EngineStats | None, meters: Meters
             ("kvasir_hedges_total", "", stats.hedges),
             ("kvasir_redispatched_total", "", stats.redispatched),
             ("kvasir_fallback_rows_total", "", stats.fallback_rows),
-            ("kvasir_carried_bytes_total", "", swarm.book.paid_bytes),
+            ("kvasir_carried_bytes_total", f'{{mode="{mode_of(swarm)}"}}', swarm.book.paid_bytes),
             ("kvasir_audited_total", "", swarm.auditor.stats.audited),
             ("kvasir_violations_total", "", swarm.auditor.stats.violations),
         ]

@@ -1,7 +1,8 @@
 """The hook: the one place where expert ids leave the router.
 
 transformers' routers decide; this takes their ids and weights, sends the rows through the seam, and
-combines the outputs with the weights in fp32. Registered with transformers' experts interface under the
+combines the outputs with the weights in fp32; in a `weighted` swarm the weights of the chosen experts go through
+the seam too, and the combined rows come back. Registered with transformers' experts interface under the
 name `IMPLEMENTATION`; the experts modules it serves have no parameters.
 
 Knows one step's rows and the seam. Knows no attention, no requests' state and no owners.
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey
+from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey, combine_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,18 +101,23 @@ class StepRouting:
         self._ids.append(ids)
         self._weights.append(weights)
         out = torch.zeros_like(rows)
+        combine = combine_of(self.dispatcher)
         while live := [number for number in range(count) if number not in self.failures]:
             index = slice(0, count) if len(live) == count else torch.tensor(live)
             keys = [self.keys[number] for number in live]
             try:
-                outputs = self.dispatcher.dispatch(layer, rows[index], ids[index], keys, self.deadline_s)
+                if combine is None:
+                    outputs = self.dispatcher.dispatch(layer, rows[index], ids[index], keys, self.deadline_s)
+                else:
+                    outputs = combine(layer, rows[index], ids[index], weights[index], keys, self.deadline_s)
             except DispatchFailed as failure:
                 self._note(failure, live)
                 if failure.outputs is None:
                     continue  # once more, without the requests that failed
                 outputs = failure.outputs
-            weighted = outputs.float() * weights[index].float().unsqueeze(-1)
-            out[index] = weighted.sum(1).to(rows.dtype)
+            if combine is None:
+                outputs = (outputs.float() * weights[index].float().unsqueeze(-1)).sum(1)
+            out[index] = outputs.to(rows.dtype)
             break
         else:
             raise NothingLeft

@@ -8,14 +8,18 @@ The KV cache is counted in blocks of `block_tokens` positions. Where it runs out
 gives its blocks back and is computed again later (preemption by recompute): its prompt in the same chunks,
 its own tokens in segments marked `rowwise`, whose attention runs row by row as it did the first time.
 
+Steps may overlap: requests of a step are in flight until `advance` or `finish` says that it has been
+computed, and until then no other step takes them or their blocks. A segment of one new token may carry
+drafted ones behind it (`rowwise` as well); what of them was wrong is computed anew.
+
 Knows counts. Knows no tokens, no model and no time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from relay.errors import ConfigError, Refused
 
@@ -28,6 +32,8 @@ class SchedulerConfig:
     """KV blocks that exist."""
     block_tokens: int = 32
     """Positions a block holds."""
+    state_blocks: int = 0
+    """Blocks that a running request takes beside those of its positions: a state of constant size."""
     chunk_rows: int = 128
     """Rows of a full prefill chunk; chunks start at multiples of it."""
     rowwise_rows: int = 128
@@ -43,8 +49,10 @@ class SchedulerConfig:
         for name in ("block_tokens", "chunk_rows", "rowwise_rows", "step_rows", "max_running", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
-        if self.total_blocks < 1:
-            raise ConfigError("the KV cache holds not even one block: give more --kv-bytes")
+        if self.state_blocks < 0:
+            raise ConfigError("state_blocks must not be negative")
+        if self.total_blocks < 1 + self.state_blocks:
+            raise ConfigError("the KV cache holds not even one block of one request: give more --kv-bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ class Segment:
     Positions `start` up to `start + rows`; `step` is the request's own step number; `capacity` positions
     have room in its KV blocks. `rowwise`: attention row by row. `replayed`: how many of its first rows were
     computed before and reuse their recorded routing. `samples`: the last row's logits choose a new token.
+    `drafts`: how many of its last rows are drafted tokens; then each of them and the row before samples.
     """
 
     request: int
@@ -64,6 +73,7 @@ class Segment:
     rowwise: bool
     replayed: int
     samples: bool
+    drafts: int = 0
 
     @property
     def end(self) -> int:
@@ -84,7 +94,12 @@ class Step:
         return sum(segment.rows for segment in self.segments)
 
 
-@dataclass(slots=True)
+DraftRule = Callable[[Sequence[int], int], Mapping[int, int]]
+"""Of these requests, which compute one new token each, and a step of so many rows: how many drafted rows
+each should carry (none where it is not named)."""
+
+
+@dataclass(slots=True, eq=False)
 class _Request:
     id: int
     prompt: int
@@ -95,11 +110,13 @@ class _Request:
     steps: int = 0
     preemptions: int = 0
     paused: bool = False
+    running: bool = False
+    in_flight: bool = False
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """Decides every step. `add`, `schedule`, `advance`, `append`, `finish`, from one thread."""
+    """Decides every step. `add`, `schedule`, `advance`, `append`, `finish`, from one thread at a time."""
 
     config: SchedulerConfig
     free_blocks: int = field(init=False)
@@ -120,9 +137,24 @@ class Scheduler:
         """Requests with KV blocks."""
         return len(self._running)
 
+    @property
+    def ready(self) -> int:
+        """Running requests that are not paused, those in flight among them."""
+        return sum(not state.paused for state in self._running)
+
+    @property
+    def idle(self) -> int:
+        """Running requests that are neither paused nor in flight."""
+        return sum(not (state.paused or state.in_flight) for state in self._running)
+
+    def in_flight(self, request: int) -> bool:
+        """Whether a step computes that request now."""
+        state = self._requests.get(request)
+        return state is not None and state.in_flight
+
     def capacity(self) -> int:
         """The longest request, prompt and completion together, that fits the KV cache by itself."""
-        return self.config.total_blocks * self.config.block_tokens
+        return (self.config.total_blocks - self.config.state_blocks) * self.config.block_tokens
 
     def check(self, prompt: int, max_tokens: int) -> None:
         """Raise `ConfigError` for a request that can never fit, `Refused` when too many wait already."""
@@ -148,47 +180,59 @@ class Scheduler:
         self._waiting.append(state)
 
     def finish(self, request: int) -> None:
-        """Forget a request, wherever it is, and free its blocks. Unknown ones are ignored."""
+        """Forget a request, wherever it is, and free its blocks. Unknown ones are ignored.
+
+        One in flight may be finished only by who computes it: its memory is in use until then.
+        """
         state = self._requests.pop(request, None)
         if state is None:
             return
         self._free(state)
-        if state in self._running:
-            self._running.remove(state)
-        else:
-            self._waiting.remove(state)
+        (self._running if state.running else self._waiting).remove(state)
 
     def pause(self, request: int, paused: bool) -> None:
         """Leave a request out of coming steps (its client does not read), or take it in again."""
         if request in self._requests:
             self._requests[request].paused = paused
 
-    def advance(self, segments: Iterable[Segment]) -> None:
-        """These segments have been computed."""
+    def advance(self, segments: Iterable[Segment], rejected: Mapping[int, int] | None = None) -> None:
+        """These segments have been computed and are in flight no more.
+
+        `rejected`: request -> how many of its drafted rows were wrong, and do not count as computed.
+        """
         for segment in segments:
             state = self._requests.get(segment.request)
             if state is not None:
-                state.computed = segment.end
-                state.recorded = max(state.recorded, segment.end)
+                state.in_flight = False
+                state.computed = segment.end - (rejected or {}).get(segment.request, 0)
+                state.recorded = max(state.recorded, state.computed)
 
-    def append(self, request: int) -> None:
-        """The request has one more token."""
-        self._requests[request].length += 1
+    def append(self, request: int, tokens: int = 1) -> None:
+        """The request has so many more tokens."""
+        self._requests[request].length += tokens
 
     def preemptions(self, request: int) -> int:
         """How often a request lost its blocks."""
         return self._requests[request].preemptions
 
-    def schedule(self) -> Step:
-        """The next step; empty when nothing can run. Admits, preempts and allocates blocks."""
+    def schedule(self, share: int | None = None, drafts: DraftRule | None = None) -> Step:
+        """The next step; empty when nothing can run. Admits, preempts and allocates blocks.
+
+        At most `share` of the running requests are taken (None: all that are not in flight); requests that
+        waited come on top, as long as the step has room. `drafts` says who carries drafted rows.
+        """
         segments: list[Segment] = []
         preempted: list[int] = []
+        idle = [state for state in self._running if not (state.in_flight or state.paused)]
         # First everyone's next own token, oldest first; then prompts while there is room in the step.
-        for state in [state for state in self._running if state.computed >= state.prompt]:
-            self._place(state, segments, preempted)
-        for state in [state for state in self._running if state.computed < state.prompt]:
-            if sum(segment.rows for segment in segments) < self.config.step_rows:
+        for state in [state for state in idle if state.computed >= state.prompt]:
+            if share is None or len(segments) < share:
                 self._place(state, segments, preempted)
+        rows = sum(segment.rows for segment in segments)
+        for state in [state for state in idle if state.computed < state.prompt]:
+            if rows < self.config.step_rows and (share is None or len(segments) < share):
+                self._place(state, segments, preempted)
+                rows = sum(segment.rows for segment in segments)
         admitting = not preempted
         while admitting and sum(segment.rows for segment in segments) < self.config.step_rows:
             admitted = self._admit()
@@ -196,15 +240,24 @@ class Scheduler:
                 self._place(admitted, segments, preempted)
             elif segments or not self._yield_idle(preempted):
                 break
+        if drafts is not None:
+            self._draft(segments, drafts)
+        for segment in segments:
+            self._requests[segment.request].in_flight = True
         return Step(tuple(segments), tuple(preempted))
 
     def _place(self, state: _Request, segments: list[Segment], preempted: list[int]) -> None:
-        """Add the request's next segment to the step, preempting younger ones for its blocks if need be."""
-        if state.paused or state not in self._running or state.computed >= state.length:
+        """Add the request's next segment to the step, preempting younger ones for its blocks if need be.
+
+        Where the one that would have to give its blocks is in flight, the request waits for a later step.
+        """
+        if state.paused or not state.running or state.computed >= state.length:
             return
         end, rowwise = self._next_end(state)
         while (need := self._blocks(end) - state.blocks) > self.free_blocks:
             victim = self._victim()
+            if victim.in_flight:
+                return
             preempted.append(victim.id)
             segments[:] = [segment for segment in segments if segment.request != victim.id]
             self._preempt(victim)
@@ -218,13 +271,40 @@ class Scheduler:
                 step=state.steps,
                 start=state.computed,
                 rows=end - state.computed,
-                capacity=state.blocks * self.config.block_tokens,
+                capacity=self._capacity(state),
                 rowwise=rowwise,
                 replayed=max(0, min(state.recorded, end) - state.computed),
                 samples=end == state.length,
             )
         )
         state.steps += 1
+
+    def _draft(self, segments: list[Segment], drafts: DraftRule) -> None:
+        """Put drafted rows behind single new tokens, in blocks that nobody else will want soon."""
+        single = {
+            segment.request: place
+            for place, segment in enumerate(segments)
+            if segment.rowwise and segment.samples and segment.rows == 1 and not segment.replayed
+        }
+        if not single:
+            return
+        rows = sum(segment.rows for segment in segments)
+        for request, wished in drafts(tuple(single), rows).items():
+            state, place = self._requests[request], single[request]
+            segment = segments[place]
+            end = segment.end + min(wished, max(0, self.config.step_rows - rows))
+            spare = max(0, self.free_blocks - len(self._running))
+            more = min(max(0, self._blocks(end) - state.blocks), spare)
+            state.blocks += more
+            self.free_blocks -= more
+            capacity = self._capacity(state)
+            extra = min(end, capacity) - segment.end
+            rows += extra
+            segments[place] = replace(segment, rows=1 + extra, drafts=extra, capacity=capacity)
+
+    def _capacity(self, state: _Request) -> int:
+        """Positions that the request's blocks have room for."""
+        return (state.blocks - self.config.state_blocks) * self.config.block_tokens
 
     def _next_end(self, state: _Request) -> tuple[int, bool]:
         """Where the next segment ends, and whether it is rowwise."""
@@ -242,11 +322,12 @@ class Scheduler:
             return None
         self._waiting.remove(state)
         self._running.append(state)
+        state.running = True
         return state
 
     def _yield_idle(self, preempted: list[int]) -> bool:
         """Where nothing else can run: take the blocks of a request that nobody reads, if another waits."""
-        idle = [state for state in self._running if state.paused]
+        idle = [state for state in self._running if state.paused and not state.in_flight]
         if not idle or all(state.paused for state in self._waiting):
             return False
         preempted.append(idle[-1].id)
@@ -256,13 +337,15 @@ class Scheduler:
     def _victim(self) -> _Request:
         """Who gives its blocks back: the youngest that its client does not read, else the youngest."""
         holders = [state for state in self._running if state.blocks]
-        return next((state for state in reversed(holders) if state.paused), holders[-1])
+        unread = (state for state in reversed(holders) if state.paused and not state.in_flight)
+        return next(unread, holders[-1])
 
     def _preempt(self, state: _Request) -> None:
         self._free(state)
         state.computed = 0
         state.preemptions += 1
         self._running.remove(state)
+        state.running = False
         self._waiting.appendleft(state)
 
     def _free(self, state: _Request) -> None:
@@ -270,4 +353,5 @@ class Scheduler:
         state.blocks = 0
 
     def _blocks(self, positions: int) -> int:
-        return -(-positions // self.config.block_tokens)
+        """Blocks of a request with that many positions."""
+        return self.config.state_blocks - (-positions // self.config.block_tokens)

@@ -9,7 +9,7 @@ Knows the call and its failure. Knows no model, no market and no wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,12 +55,45 @@ class Dispatcher(Protocol):
         ...
 
 
+class Combiner(Dispatcher, Protocol):
+    """A dispatcher of a `weighted` swarm: the sum over a row's experts is made below the seam as well.
+
+    A dispatcher offers `combine` or it does not; an engine asks `combine_of`, and combines by itself without.
+    Ids are chosen above the seam in either form.
+    """
+
+    def combine(
+        self,
+        layer: int,
+        rows: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        keys: Sequence[RowKey],
+        deadline_s: float,
+    ) -> Tensor:
+        """As `dispatch`, with the router's `weights` [n, k] of the chosen experts, of any float dtype.
+
+        Returns [n, width] in `rows.dtype`: `out[i]` is the sum over j of expert `ids[i, j]` applied to
+        `rows[i]`, times `weights[i, j]`. The `outputs` of a `DispatchFailed` are [n, width] too.
+        """
+        ...
+
+
+Combine = Callable[[int, "Tensor", "Tensor", "Tensor", Sequence[RowKey], float], "Tensor"]
+
+
+def combine_of(dispatcher: Dispatcher) -> Combine | None:
+    """The dispatcher's `combine` (see `Combiner`), or None where outputs come back one by one."""
+    found: Combine | None = getattr(dispatcher, "combine", None)
+    return found
+
+
 class DispatchFailed(Unreachable):
     """Some rows of one dispatch could not be computed in time; the requests of those rows fail, no others.
 
     `rows` are indices into the dispatched rows, never empty; `window` the name of a window without an
     owner or "" where several or none are to blame; the message says what the operator can do. `outputs`
-    may hold the [n, k, width] result in which only the failed rows are undefined: with it the engine goes
+    may hold the [n, k, width] result (of `combine`: [n, width]) in which only the failed rows are undefined: with it the engine goes
     on for the other requests at once, without it it repeats the dispatch for them alone.
     """
 

@@ -52,6 +52,7 @@ from .links import DeviceLink
 from .pace import MIN_FAILOVER_S
 from .proving import Prover
 from .roster import Replica, Roster
+from .weighting import WeightedDispatcher, cuts_a_layer
 
 _log = structlog.get_logger("backbone")
 
@@ -151,7 +152,7 @@ class Swarm:
         self._hash_now = asyncio.Event()
         self._changed = asyncio.Condition()
         self.auditor = SampledAuditor(references, self.band, on_verdict=self._verdict_from_thread, rng=rng)
-        self.dispatcher = SwarmDispatcher(
+        self.dispatcher = (WeightedDispatcher if plan.weighted else SwarmDispatcher)(
             plan,
             self,
             owners=self.owners,
@@ -803,7 +804,9 @@ class Swarm:
         return self.directory.leased_windows(device)
 
     def numerics(self) -> Literal["exact", "mixed"]:
-        """Whether all owners and the fallback share one numerics class."""
+        """Whether all owners and the fallback share one numerics class, and sums do not depend on owners."""
+        if self.plan.weighted and cuts_a_layer(self.plan):
+            return "mixed"
         classes = set(self._roster.numerics())
         if self._config.fallback:
             classes.add(self.references.numerics)

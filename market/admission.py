@@ -1,4 +1,4 @@
-"""Who may speak to the market: challenges, grants, operating certificates and relays, in the store.
+"""Who may speak to the market: challenges, grants and operating certificates, in the store.
 
 Each function is one piece of work inside a `Session` of `market.store`.
 """
@@ -9,7 +9,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import delete, func, insert, select, update
 
@@ -25,6 +25,7 @@ from relay.identity import (
 )
 
 from . import messages as m
+from . import relays
 from . import tables as t
 from .requests import Author
 from .store import Session
@@ -38,7 +39,6 @@ ADDRESS_CHALLENGES: Final = 64
 WALLET_CHALLENGES: Final = 16
 """Most of these for one wallet. Counted by address: anybody can name a wallet, and must not lock it out."""
 
-RELAY_SILENCE_S: Final = 180.0
 _NONCE: Final = re.compile(r"\nNonce: ([A-Za-z0-9]{22,64})\n")
 
 
@@ -54,6 +54,7 @@ class Device:
     network: str
     budget_bytes: int
     addresses: tuple[str, ...]
+    relays: tuple[PublicKey, ...]  # those it uses, in its order
     rate: float | None
 
 
@@ -215,6 +216,7 @@ def find_device(session: Session, author: Author, *, lock: bool = False) -> Devi
         network=row.network,
         budget_bytes=row.budget_bytes,
         addresses=tuple(row.addresses),
+        relays=relays.used(relays.readings_of(row.relays)),
         rate=row.rate,
     )
 
@@ -238,26 +240,6 @@ def note_operator(session: Session, certificate: Certificate) -> None:
         session.insert_once(insert(t.operators).values(role=certificate.role, id=certificate.id, **values))
     elif certificate.serial > highest:
         session.run(update(t.operators).where(here).values(**values))
-
-
-def announce_relay(session: Session, certificate: Certificate, url: str) -> m.Done:
-    """List a relay for the next three minutes."""
-    values: dict[str, Any] = {
-        "url": url,
-        "certificate": certificate.document.to_bytes(),
-        "seen_at": session.now,
-    }
-    if not session.run(update(t.relays).where(t.relays.c.id == certificate.id).values(**values)):
-        session.insert_once(insert(t.relays).values(id=certificate.id, **values))
-    return m.Done()
-
-
-def announced_relays(session: Session) -> list[m.RelayListing]:
-    """The relays that announced themselves lately."""
-    rows = session.rows(
-        select(t.relays).where(t.relays.c.seen_at > session.now - RELAY_SILENCE_S).order_by(t.relays.c.id)
-    )
-    return [m.RelayListing(row.url, SignedDocument.from_bytes(row.certificate)) for row in rows]
 
 
 def purge(session: Session) -> None:

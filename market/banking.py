@@ -16,15 +16,18 @@ from sqlalchemy import func, insert, select, update
 from relay.errors import IdentityError, Refused
 from relay.identity import Certificate, PublicKey, SignedDocument, address_of, unpack_canonical
 
-from . import ledger
+from . import escrow, ledger
 from . import messages as m
 from . import tables as t
+from .bookings import lock_head, post_entry
 from .receipts import Receipt, check_successor, open_acknowledgement, read_receipt
 from .store import Session
 
 log = structlog.get_logger("market")
 
-HEAD: Final = "ledger"
+TAKEN: Final = ("void", "compensate")
+"""Kinds of entries that take from an escrow, and give back what was taken wrongly."""
+
 BATCH: Final = 4096
 """Entries read at once while the ledger is checked."""
 
@@ -38,7 +41,7 @@ def post_receipt(session: Session, receipt: Receipt, certificate: Certificate) -
 
     Raises `Refused`: "replay", "conflict" (a gap or a fork), "forbidden" (no such device or wallet).
     """
-    head = _lock_head(session)
+    head = lock_head(session)
     last = _last_receipt(session, receipt.backbone, receipt.device)
     if last is not None and last.digest == receipt.digest:
         return m.Done()
@@ -53,6 +56,7 @@ def post_receipt(session: Session, receipt: Receipt, certificate: Certificate) -
     earned = receipt.bytes - (0 if last is None else last.bytes)
     calls = receipt.calls - (0 if last is None else last.calls)
     _store_receipt(session, receipt, certificate)
+    late = 0
     if earned:
         entry = ledger.issue(
             head,
@@ -64,6 +68,8 @@ def post_receipt(session: Session, receipt: Receipt, certificate: Certificate) -
         post_entry(session, entry)
     wallet = t.wallets.c.wallet == receipt.wallet
     session.run(update(t.wallets).where(wallet).values(calls=t.wallets.c.calls + calls))
+    if earned:
+        late = escrow.keep(session, receipt, last, earned)
     log.info(
         "receipt.posted",
         device=address_of(receipt.device),
@@ -71,6 +77,7 @@ def post_receipt(session: Session, receipt: Receipt, certificate: Certificate) -
         sequence=receipt.sequence,
         bytes=earned,
         calls=calls,
+        void_bytes=late,
         outcome="posted",
     )
     return m.Done()
@@ -158,36 +165,6 @@ def acknowledge(session: Session, document: SignedDocument, device: PublicKey) -
 
 
 # --- the ledger --------------------------------------------------------------------------------------------
-
-
-def _lock_head(session: Session) -> ledger.Head:
-    """Where the chain stands, locked: entries are appended one after another."""
-    if session.value(select(t.meta.c.name).where(t.meta.c.name == HEAD)) is None:
-        session.insert_once(insert(t.meta).values(name=HEAD, value=""))
-    session.row(select(t.meta).where(t.meta.c.name == HEAD).with_for_update())
-    row = session.row(select(t.ledger_entries).order_by(t.ledger_entries.c.sequence.desc()).limit(1))
-    return ledger.Head() if row is None else ledger.Head(row.sequence, row.hash)
-
-
-def post_entry(session: Session, entry: ledger.Entry) -> None:
-    """Append one entry and move the balances. Its reference is unique, so it cannot be posted twice."""
-    session.run(
-        insert(t.ledger_entries).values(
-            sequence=entry.sequence,
-            kind=entry.kind,
-            reference=entry.reference,
-            posted_at=entry.posted_at,
-            previous=entry.previous,
-            hash=entry.hash,
-        )
-    )
-    accounts = t.accounts.c
-    for position, posting in enumerate(entry.postings):
-        values = {"account": posting.account, "amount": posting.amount}
-        session.run(insert(t.ledger_postings).values(entry=entry.sequence, position=position, **values))
-        moved = {"balance": accounts.balance + posting.amount, "entries": accounts.entries + 1}
-        if not session.run(update(t.accounts).where(accounts.account == posting.account).values(**moved)):
-            session.run(insert(t.accounts).values(account=posting.account, balance=posting.amount, entries=1))
 
 
 class LedgerCheck:
@@ -296,11 +273,11 @@ def statement(session: Session, wallet: PublicKey) -> m.CreditStatement:
 
 
 def _voided(session: Session, wallet: PublicKey) -> int:
-    """What was taken back from a wallet's escrow."""
+    """What was taken back from a wallet's escrow, less what was given back."""
     taken = session.value(
         select(func.sum(t.ledger_postings.c.amount))
         .join(t.ledger_entries, t.ledger_entries.c.sequence == t.ledger_postings.c.entry)
-        .where(t.ledger_entries.c.kind == "void", t.ledger_postings.c.account == ledger.escrow(wallet))
+        .where(t.ledger_entries.c.kind.in_(TAKEN), t.ledger_postings.c.account == ledger.escrow(wallet))
     )
     return -int(taken or 0)
 
@@ -341,7 +318,7 @@ def _all_voided(session: Session) -> dict[str, int]:
     rows = session.rows(
         select(t.ledger_postings.c.account, func.sum(t.ledger_postings.c.amount))
         .join(t.ledger_entries, t.ledger_entries.c.sequence == t.ledger_postings.c.entry)
-        .where(t.ledger_entries.c.kind == "void")
+        .where(t.ledger_entries.c.kind.in_(TAKEN), t.ledger_postings.c.account.startswith(ledger.ESCROW))
         .group_by(t.ledger_postings.c.account)
     )
     return {account: -int(amount) for account, amount in rows}

@@ -37,9 +37,11 @@ from relay.identity import (
     address_of,
     open_certificate,
 )
+from relay.load import RelayLoad
 
 from . import messages as m
 from .claims import ClaimDocument, open_claim
+from .evidence import Evidence, open_evidence
 from .messages import ResyncNeeded
 from .plans import Plan, PlanId, WindowHashes, open_hashes, open_plan, plan_id
 from .requests import sign_request
@@ -54,7 +56,7 @@ from .wallet import (
     sign_challenge,
 )
 from .windows import Window
-from .wire import Hash, LeaseId, from_json, padding, to_json
+from .wire import Hash, LeaseId, RecordId, from_json, padding, to_json
 
 PREFIX: Final = "/market/v1"
 SMALL_ANSWER: Final = 4 * 1024 * 1024
@@ -64,6 +66,9 @@ MAX_QUARANTINE_S: Final = 100 * 365 * 86_400.0
 """What a quarantine without end is told as; the market has a bound of its own."""
 
 """Answers above this are parsed off the event loop."""
+
+LISTING_S: Final = 5.0
+"""How old the list of relays is before a claim that names another makes it worth asking for again."""
 
 WATCH_SILENCE_S: Final = 30.0
 """The market writes to a watch every 10 s; a silent one is dead."""
@@ -97,6 +102,7 @@ class MarketClient:
         self._timeout = timeout
         self._clock = clock
         self._swarm: m.SwarmInfo | None = None
+        self._listed_at = 0.0
 
     # --- the swarm
 
@@ -111,12 +117,20 @@ class MarketClient:
         certificate = open_certificate(listing.certificate, swarm=self.root, now=now, role="market")
         relays = tuple(self._relay(relay, now) for relay in listing.relays)
         self._swarm = m.SwarmInfo(self.root, certificate, relays, listing.public_urls, listing.time)
+        self._listed_at = time.monotonic()
         return self._swarm
 
     def _relay(self, listing: m.RelayListing, now: float) -> m.RelayInfo:
         assert self.root is not None
         certificate = open_certificate(listing.certificate, swarm=self.root, now=now, role="relay")
-        return m.RelayInfo(self._absolute(listing.url), certificate.ed25519, certificate)
+        return m.RelayInfo(
+            self._absolute(listing.url),
+            certificate.ed25519,
+            certificate,
+            listing.load,
+            listing.rtt_s,
+            listing.seen_by,
+        )
 
     def _absolute(self, url: str) -> str:
         return urljoin(f"{self.url}/", url.lstrip("/") if url.startswith("/") else url)
@@ -309,6 +323,49 @@ class MarketClient:
         request = m.RevokeRequest(epoch, reason, min(quarantine_s, MAX_QUARANTINE_S))
         await self._post(f"/leases/{lease.hex()}/revoke", request, m.LeaseStatus)
 
+    # --- trust
+
+    async def report_violation(self, record: bytes, evidence: SignedDocument, *, reason: str) -> None:
+        """Put a violation on record (backbones)."""
+        await self._post("/violations", m.ViolationReport(RecordId(record), reason, evidence), m.Done)
+
+    async def quarantine(self, record: bytes, wallet: PublicKey, *, reason: str) -> m.QuarantineAnswer:
+        """Put a wallet out (backbones): its escrow is void, its claims end, the market says how long."""
+        request = m.QuarantineRequest(RecordId(record), wallet, reason)
+        return await self._post("/quarantines", request, m.QuarantineAnswer)
+
+    async def trust(self, wallet: PublicKey | None = None) -> m.TrustAnswer:
+        """What is on record about a wallet: the device's own, or any for a backbone."""
+        target = "/trust" if wallet is None else f"/trust/{address_of(wallet)}"
+        return await self._get(target, m.TrustAnswer)
+
+    async def records(self) -> tuple[m.TrustRecord, ...]:
+        """The latest violations and quarantines of all wallets (backbones)."""
+        return (await self._get("/records", m.DisputesAnswer)).records
+
+    async def record(self, record: bytes) -> tuple[m.TrustRecord, Evidence | None]:
+        """One record, and its evidence where the market keeps it, verified against the pinned root."""
+        answer = await self._get(f"/records/{record.hex()}", m.RecordAnswer)
+        if answer.evidence is None or answer.certificate is None:
+            return answer.record, None
+        root = (await self._known()).root
+        # A certificate that ran out since still says who signed what is on record.
+        certificate = open_certificate(answer.certificate, swarm=root, now=answer.record.at, role="backbone")
+        return answer.record, open_evidence(answer.evidence, certificate=certificate, root=root)
+
+    async def dispute(self, record: bytes, *, reason: str) -> m.TrustRecord:
+        """Object to a record of the device's own wallet; the record that the objection stands at."""
+        return await self._post("/disputes", m.DisputeRequest(RecordId(record), reason), m.TrustRecord)
+
+    async def disputes(self) -> tuple[m.TrustRecord, ...]:
+        """The disputes, open ones first (backbones)."""
+        return (await self._get("/disputes", m.DisputesAnswer)).records
+
+    async def decide(self, record: bytes, *, uphold: bool, reason: str) -> m.TrustRecord:
+        """Uphold or overturn a record (backbones)."""
+        request = m.DecisionRequest(uphold, reason)
+        return await self._post(f"/records/{record.hex()}/decision", request, m.TrustRecord)
+
     async def post_receipt(self, receipt: SignedDocument) -> None:
         """Post a receipt: it earns. Posting the same one again changes nothing."""
         await self._post("/receipts", m.DocumentRequest(receipt), m.Done)
@@ -387,7 +444,7 @@ class MarketClient:
             wallet=grant.wallet,
             device=grant.device,
             grant=grant,
-            relays=swarm.relays,
+            relays=await self._relays_of(claim),
             addresses=listing.addresses,
             document=listing.document,
             expires_in_s=listing.expires_in_s,
@@ -396,6 +453,18 @@ class MarketClient:
             kept_bytes=listing.kept_bytes,
             verified_bytes=listing.verified_bytes,
         )
+
+    async def _relays_of(self, claim: ClaimDocument) -> tuple[m.RelayInfo, ...]:
+        """The relays that a claim names, its device's first choice first, as far as the market lists them.
+
+        The listing is read again, once in a while, where the claim names one that is not in it.
+        """
+        named = [key for _, key in claim.relays]
+        known = {relay.key: relay for relay in (await self._known()).relays}
+        stale = time.monotonic() - self._listed_at >= LISTING_S
+        if stale and any(key not in known for key in named):
+            known = {relay.key: relay for relay in (await self.swarm()).relays}
+        return tuple(known[key] for key in named if key in known)
 
     async def _check_claim(self, document: SignedDocument) -> ClaimDocument:
         """Verify a claim; the swarm is read again first where the market's key has changed."""
@@ -411,9 +480,9 @@ class MarketClient:
 
     # --- relay and operator
 
-    async def announce_relay(self, url: str) -> None:
-        """List this relay with the market (again every minute); the client's key and certificate say who."""
-        await self._post("/relays", m.RelayAnnouncement(url), m.Done)
+    async def announce_relay(self, url: str, load: RelayLoad | None = None) -> None:
+        """List this relay with the market (every 15 s); the client's key and certificate say who."""
+        await self._post("/relays", m.RelayAnnouncement(url, load), m.Done)
 
     async def gaps(self) -> m.GapsAnswer:
         """Every window of the active plans, scarcest first, and the coverage."""

@@ -9,7 +9,9 @@ from relay.addresses import Network, parse_networks
 from relay.errors import ConfigError
 
 from .claims import LeaseRules
+from .escrow import EscrowRules
 from .scarcity import ScarcityRules
+from .standing import ESCROW_CALLS, ESCROW_S
 from .wallet import normalise_url
 
 
@@ -39,6 +41,9 @@ class MarketConfig:
     body_bytes: int = 384 * 1024 * 1024  # most bytes of request bodies in memory at once
     trusted_proxies: tuple[str, ...] = ()  # networks of reverse proxies whose X-Forwarded-For counts
     trusted_calls: int = 1000  # accepted calls after which a wallet may load several windows at once
+    escrow_calls: int = ESCROW_CALLS  # further accepted calls after which credit in escrow is available
+    escrow_s: float = ESCROW_S  # or so long after its wallet left
+    release_s: float = 60.0  # pause between looks at what escrow may be released
     scarcity: ScarcityRules = field(default_factory=ScarcityRules)  # how targets are set
 
     def __post_init__(self) -> None:
@@ -52,6 +57,9 @@ class MarketConfig:
             "draining_s",
             "sweep_s",
             "target_s",
+            "release_s",
+            "escrow_s",
+            "escrow_calls",
             "plan_silence_s",
             "watch_alive_s",
             "watches",
@@ -75,3 +83,8 @@ class MarketConfig:
     def lease_rules(self) -> LeaseRules:
         """The durations of a lease."""
         return LeaseRules(self.lease_ttl_s, self.proving_s, self.draining_s)
+
+    @property
+    def escrow_rules(self) -> EscrowRules:
+        """When escrow is released."""
+        return EscrowRules(self.escrow_calls, self.escrow_s)

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -24,16 +24,18 @@ from relay.identity import (
     PublicKey,
     SignedDocument,
     address_of,
-    open_certificate,
     parse_address,
 )
 from relay.tickets import issue_ticket
 
-from . import admission, banking, following, leasing, overview, publishing
+from . import admission, banking, following, judging, leasing, overview, publishing
 from . import messages as m
+from . import relays as relaying
 from .config import MarketConfig
+from .evidence import open_evidence
 from .plans import PlanId, open_hashes, open_plan
 from .receipts import open_receipt
+from .relays import RelayBook
 from .requests import Author
 from .sse import KEEP_ALIVE, encode_event
 from .store import Session, Store
@@ -41,7 +43,7 @@ from .swarm import OperatingKey
 from .wallet import new_nonce
 from .watchers import Watchers, within
 from .windows import Window
-from .wire import LeaseId, padding, to_json
+from .wire import LeaseId, RecordId, padding, to_json
 
 log = structlog.get_logger("market")
 
@@ -52,7 +54,6 @@ LOOK_S: Final = 1.0
 MAX_PROBES: Final = 4
 MAX_PROBE_BYTES: Final = 1_000_000
 VERSION: Final = importlib.metadata.version("kvasir")
-Listings = Callable[[], Sequence[m.RelayListing]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +84,10 @@ class Call:
         """The lease in the path. Raises `RemoteProtocolError`."""
         return LeaseId(_hex(self.request.match_info["lease"], 16, "lease"))
 
-
-class RelayBook:
-    """The relays listed now: those that `static` names, and those that announced themselves lately."""
-
-    def __init__(self, root: PublicKey, static: Listings, clock: Callable[[], float]) -> None:
-        self._root = root
-        self._static = static
-        self._clock = clock
-        self.listed: list[tuple[str, PublicKey, m.RelayListing]] = []
-        """URL, key and listing of each."""
-
-    def refresh(self, announced: Iterable[m.RelayListing]) -> None:
-        """Verify all again; one whose certificate ran out is left out."""
-        listed = []
-        now = self._clock()
-        for listing in (*self._static(), *announced):
-            try:
-                certificate = open_certificate(listing.certificate, swarm=self._root, now=now, role="relay")
-            except IdentityError as error:
-                log.warning("relay.unlisted", url=listing.url, reason=str(error))
-                continue
-            listed.append((listing.url, certificate.ed25519, listing))
-        self.listed = listed
+    @property
+    def record(self) -> RecordId:
+        """The record in the path. Raises `RemoteProtocolError`."""
+        return RecordId(_hex(self.request.match_info["record"], 16, "record"))
 
 
 class Handlers:
@@ -156,6 +138,7 @@ class Handlers:
             lease_rules=self.config.lease_rules,
             scarcity_rules=self.config.scarcity,
             relays=tuple((url, key) for url, key, _ in self.relays.listed),
+            claim_relays=self.relays.for_claims(),
             trusted_calls=self.config.trusted_calls,
         )
 
@@ -253,9 +236,9 @@ class Handlers:
         """POST /heartbeat."""
         desk, beat = self.desk(), call.body
         statuses, notices = await self._as_device(call, lambda s, d: leasing.heartbeat(s, desk, d, beat))
-        tickets = [
-            self._ticket(call.signed_by, key, beat.start_generation) for _, key in desk.relays[:MAX_TICKETS]
-        ]
+        listed = [key for _, key in desk.relays]
+        wanted = [key for key in relaying.used(beat.relays) if key in listed] or listed
+        tickets = [self._ticket(call.signed_by, key, beat.start_generation) for key in wanted[:MAX_TICKETS]]
         return m.HeartbeatAnswer(statuses, tuple(tickets), notices)
 
     async def ticket(self, call: Call) -> m.TicketAnswer:
@@ -497,6 +480,68 @@ class Handlers:
         problem = await self.check_ledger(whole=whole == "1")
         return await self.store.read(lambda session: banking.credit_table(session, balanced=problem is None))
 
+    # --- trust
+
+    async def report_violation(self, call: Call) -> m.Done:
+        """POST /violations."""
+        author, report = call.signed_by, call.body
+        certificate = author.certificate
+        assert certificate is not None
+        evidence = open_evidence(report.evidence, certificate=certificate, root=self.root)
+        return await self.store.write(
+            lambda session: judging.report(session, report, evidence, certificate), author=author
+        )
+
+    async def quarantine(self, call: Call) -> m.QuarantineAnswer:
+        """POST /quarantines."""
+        author = call.signed_by
+        certificate = author.certificate
+        assert certificate is not None
+        return await self.store.write(
+            lambda session: judging.quarantine(session, call.body, certificate), author=author
+        )
+
+    async def own_trust(self, call: Call) -> m.TrustAnswer:
+        """GET /trust."""
+        author, rules = call.signed_by, self.config.escrow_rules
+        return await self.store.read(
+            lambda session: judging.trust(session, admission.find_device(session, author).wallet, rules)
+        )
+
+    async def trust(self, call: Call) -> m.TrustAnswer:
+        """GET /trust/{wallet}."""
+        wallet, rules = _key(call.request.match_info["wallet"]), self.config.escrow_rules
+        return await self.store.read(lambda session: judging.trust(session, wallet, rules))
+
+    async def records(self, call: Call) -> m.DisputesAnswer:
+        """GET /records."""
+        return await self.store.read(judging.latest_records)
+
+    async def record(self, call: Call) -> m.RecordAnswer:
+        """GET /records/{record}: any for a backbone, those of its own wallet for a device."""
+        author, id_ = call.signed_by, call.record
+
+        def work(session: Session) -> m.RecordAnswer:
+            own = None if author.certificate is not None else admission.find_device(session, author).wallet
+            return judging.record(session, id_, wallet=own)
+
+        return await self.store.read(work)
+
+    async def dispute(self, call: Call) -> m.TrustRecord:
+        """POST /disputes."""
+        return cast(m.TrustRecord, await self._as_device(call, lambda s, d: judging.dispute(s, d, call.body)))
+
+    async def disputes(self, call: Call) -> m.DisputesAnswer:
+        """GET /disputes."""
+        return await self.store.read(judging.disputes)
+
+    async def decide(self, call: Call) -> m.TrustRecord:
+        """POST /records/{record}/decision."""
+        id_ = call.record
+        return await self.store.write(
+            lambda session: judging.decide(session, id_, call.body), author=call.signed_by
+        )
+
     # --- operator and relay
 
     async def gaps(self, call: Call) -> web.Response:
@@ -515,15 +560,14 @@ class Handlers:
 
     async def announce_relay(self, call: Call) -> m.Done:
         """POST /relays."""
-        author, url = call.signed_by, call.body.url
+        author, announcement = call.signed_by, call.body
         certificate = author.certificate
         assert certificate is not None
-        if len(url) > 512 or not url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise RemoteProtocolError("a relay's URL starts with http, https, ws or wss")
+        relaying.check_announcement(announcement)
 
         def work(session: Session) -> tuple[m.RelayListing, ...]:
-            admission.announce_relay(session, certificate, url)
-            return tuple(admission.announced_relays(session))
+            relaying.announce_relay(session, certificate, announcement)
+            return tuple(relaying.announced_relays(session))
 
         self.relays.refresh(await self.store.write(work, author=author))
         return m.Done()

@@ -19,8 +19,8 @@ from relay.errors import Refused, version_refusal
 from relay.identity import PROTOCOL_VERSION, PublicKey, SignedDocument, SigningKey, address_of
 
 from . import messages as m
+from . import relays, volunteering
 from . import tables as t
-from . import volunteering
 from .admission import Device
 from .claims import (
     ClaimDocument,
@@ -35,10 +35,12 @@ from .claims import (
     sign_claim,
     why_over,
 )
+from .escrow import last_quarantine
 from .plans import PlanId
 from .publishing import note_losses, require_plan, window_needs
 from .scarcity import ScarcityRules
 from .store import Session
+from .volunteering import quarantine_message
 from .windows import Window
 from .wire import LeaseId
 
@@ -56,13 +58,17 @@ KEEP_ENDED_S: Final = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What leasing works with: the swarm, the market's key, the rules, and the relays it lists."""
+    """What leasing works with: the swarm, the market's key, the rules, and the relays it lists.
+
+    `claim_relays` are those that a claim names while its device has not said which it uses.
+    """
 
     root: PublicKey
     key: SigningKey
     lease_rules: LeaseRules
     scarcity_rules: ScarcityRules
     relays: tuple[tuple[str, PublicKey], ...]
+    claim_relays: tuple[tuple[str, PublicKey], ...]
     trusted_calls: int = 1000
     draw: Callable[[], float] = secrets.SystemRandom().random
 
@@ -97,13 +103,28 @@ def _device_facts(session: Session, desk: Desk, device: Device) -> volunteering.
             t.leases.c.reason.startswith("revoked"),
         )
     )
-    loading = [row for row in rows if row.state == "HELD"] if wallet.calls < desk.trusted_calls else []
+    loading = [row for row in rows if row.state == "HELD"] if _untrusted(wallet, desk) else []
     return volunteering.DeviceFacts(
         held_bytes=held,
         wallet_windows=frozenset((PlanId(row.plan), Window.parse(row.name)) for row in [*rows, *rested]),
         loading=Window.parse(loading[0].name) if loading else None,
         quarantine_s=max(0.0, wallet.quarantined_until - session.now),
+        quarantine_reason=_why_out(session, wallet),
     )
+
+
+def _untrusted(wallet: Any, desk: Desk) -> bool:
+    """Whether a wallet had too few accepted calls, since its last quarantine, to load several windows."""
+    return bool(wallet.calls - wallet.calls_before < desk.trusted_calls)
+
+
+def _why_out(session: Session, wallet: Any) -> str:
+    """Why a wallet in quarantine is, for its owner; empty where it is not, or nothing is on record."""
+    found = last_quarantine(session, wallet.wallet) if wallet.quarantined_until > session.now else None
+    if found is None:
+        return ""
+    reason = session.value(select(t.trust_records.c.reason).where(t.trust_records.c.id == found.id))
+    return f"{reason} (record {found.id.hex()})"
 
 
 # --- claiming ----------------------------------------------------------------------------------------------
@@ -148,13 +169,11 @@ def _check_wallet(
 ) -> None:
     if wallet.quarantined_until > session.now:
         left = wallet.quarantined_until - session.now
-        raise Refused(
-            "quarantined", f"this wallet is in quarantine for {left:.0f} s more", retry_after_s=left
-        )
+        raise Refused("quarantined", quarantine_message(left, _why_out(session, wallet)), retry_after_s=left)
     if any((row.plan, row.name) == (request.plan, request.window.name) for row in mine):
         raise Refused("conflict", f"this wallet has a replica of {request.window.name} already")
     loading = next((row for row in mine if row.state == "HELD"), None)
-    if wallet.calls < desk.trusted_calls and loading is not None:
+    if _untrusted(wallet, desk) and loading is not None:
         raise Refused(
             "quota",
             f"this wallet is loading {loading.name}: it may take the next window once that is loaded",
@@ -196,22 +215,19 @@ def _grant_lease(
     facts = new_lease(
         epoch=epoch, size=window.download_bytes, now=session.now, rate=device.rate, rules=desk.lease_rules
     )
-    document = sign_claim(
-        ClaimDocument(
-            swarm=desk.root,
-            lease=lease,
-            window=request.window,
-            slot=slot,
-            epoch=epoch,
-            grant=device.grant,
-            wallet=device.wallet,
-            device=device.key,
-            relays=desk.relays,
-            plan=request.plan,
-            precision=request.precision,
-            issued_at=int(session.now),
-        ),
-        desk.key,
+    claim = ClaimDocument(
+        swarm=desk.root,
+        lease=lease,
+        window=request.window,
+        slot=slot,
+        epoch=epoch,
+        grant=device.grant,
+        wallet=device.wallet,
+        device=device.key,
+        relays=_relays_of(desk, device.relays),
+        plan=request.plan,
+        precision=request.precision,
+        issued_at=int(session.now),
     )
     session.run(
         insert(t.leases).values(
@@ -234,11 +250,36 @@ def _grant_lease(
             expires_at=min(facts.expires_at, device.grant_ends_at),
             deadline=facts.deadline,
             revision=_next_revision(session, request.plan),
-            document=document.to_bytes(),
+            document=sign_claim(claim, desk.key).to_bytes(),
         )
     )
     _log("claim.granted", device.key, request.window.name, lease, epoch, "granted", slot=slot)
     return _granted(_one(session, lease), session.now)
+
+
+def _relays_of(desk: Desk, used: Sequence[PublicKey]) -> tuple[tuple[str, PublicKey], ...]:
+    """The relays that a claim names: those that the device uses and the market lists, in its order."""
+    urls = {key: url for url, key in desk.relays}
+    return tuple((urls[key], key) for key in used if key in urls) or desk.claim_relays
+
+
+def _moved_claim(desk: Desk, row: Any, used: Sequence[PublicKey], now: float) -> bytes:
+    """The claim of a lease, signed anew: its device is at other relays now."""
+    claim = ClaimDocument(
+        swarm=desk.root,
+        lease=LeaseId(row.lease),
+        window=Window.parse(row.name),
+        slot=row.slot,
+        epoch=row.epoch,
+        grant=row.grant,
+        wallet=PublicKey(row.wallet),
+        device=PublicKey(row.device),
+        relays=_relays_of(desk, used),
+        plan=PlanId(row.plan),
+        precision=row.precision,
+        issued_at=int(now),
+    )
+    return sign_claim(claim, desk.key).to_bytes()
 
 
 def _take_slot(session: Session, request: m.ClaimRequest, slot: int, lease: LeaseId) -> int:
@@ -285,10 +326,18 @@ def heartbeat(
         raise Refused("duplicate", "a newer start of this device is running; this one must stop")
     addresses = tuple(address[:512] for address in beat.addresses[:16])
     moved = addresses != device.addresses or beat.start_generation != device.start_generation
+    readings = relays.check_readings(beat.relays)
+    used = relays.used(readings)
+    rerouted = used if used != device.relays else None
     session.run(
         update(t.devices)
         .where(t.devices.c.device == device.key)
-        .values(start_generation=beat.start_generation, addresses=list(addresses), seen_at=session.now)
+        .values(
+            start_generation=beat.start_generation,
+            addresses=list(addresses),
+            relays=relays.stored_readings(readings),
+            seen_at=session.now,
+        )
     )
     named = {item.lease: item for item in beat.leases[:10_000]}
     _end_older_starts(session, device, beat.start_generation, keep=tuple(named))
@@ -301,19 +350,22 @@ def heartbeat(
         if row is None or row.device != device.key:
             statuses.append(m.LeaseStatus(lease, item.epoch, "ENDED", 0.0, "the market knows no such lease"))
         else:
-            statuses.append(_renew(session, desk, row, item, beat.start_generation, moved, ends[row.grant]))
+            change = _Change(beat.start_generation, moved, rerouted, ends[row.grant])
+            statuses.append(_renew(session, desk, row, item, change))
     return tuple(statuses), _notices(session, device)
 
 
-def _renew(
-    session: Session,
-    desk: Desk,
-    row: Any,
-    item: m.LeaseBeat,
-    generation: int,
-    moved: bool,
-    grant_ends_at: float,
-) -> m.LeaseStatus:
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a heartbeat says of its device: `rerouted` are the relays it uses where these are others now."""
+
+    generation: int
+    moved: bool
+    rerouted: tuple[PublicKey, ...] | None
+    grant_ends_at: float
+
+
+def _renew(session: Session, desk: Desk, row: Any, item: m.LeaseBeat, change: _Change) -> m.LeaseStatus:
     facts = _facts(row)
     over = why_over(facts, now=session.now)
     if row.state == "ENDED" or over is not None or item.epoch != row.epoch:
@@ -322,14 +374,17 @@ def _renew(
             row = _one(session, row.lease)
         return _status(row, session.now)
     renewed = renew(facts, verified=max(0, item.verified_bytes), now=session.now, rules=desk.lease_rules)
-    expires_at = min(renewed.expires_at, grant_ends_at)  # a lease does not outlive what it was given for
+    # A lease does not outlive what it was given for.
+    expires_at = min(renewed.expires_at, change.grant_ends_at)
     values: dict[str, Any] = {
         "verified_bytes": renewed.verified,
         "deadline": renewed.deadline,
         "expires_at": expires_at,
-        "start_generation": generation,
+        "start_generation": change.generation,
     }
-    if moved:
+    if change.rerouted is not None:
+        values["document"] = _moved_claim(desk, row, change.rerouted, session.now)
+    if change.moved or change.rerouted is not None:
         values["revision"] = _next_revision(session, row.plan)
     session.run(update(t.leases).where(t.leases.c.lease == row.lease).values(**values))
     return m.LeaseStatus(
@@ -425,6 +480,15 @@ def revoke(session: Session, lease: bytes, request: m.RevokeRequest) -> m.LeaseS
         wallet = (t.wallets.c.wallet == row.wallet) & (t.wallets.c.quarantined_until < until)
         session.run(update(t.wallets).where(wallet).values(quarantined_until=until))
     return _status(_one(session, lease), session.now)
+
+
+def revoke_all(session: Session, wallet: PublicKey, reason: str) -> int:
+    """End every lease of a wallet, at all its devices; returns how many. The wallet's row is locked."""
+    active = (t.leases.c.wallet == wallet) & (t.leases.c.state != "ENDED")
+    rows = session.rows(select(t.leases).where(active).order_by(t.leases.c.lease).with_for_update())
+    for row in rows:
+        _end(session, row, f"revoked: {reason}", outcome="revoked")
+    return len(rows)
 
 
 # --- the passage of time -----------------------------------------------------------------------------------

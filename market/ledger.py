@@ -26,6 +26,9 @@ Kind = Literal["issue", "release", "void", "compensate"]
 KINDS: Final = get_args(Kind)
 ISSUANCE: Final = "issuance"
 VOID: Final = "void"
+ESCROW: Final = "escrow:"
+"""How the name of an escrow account begins."""
+
 GENESIS: Final = bytes(32)
 """`previous` of the first entry."""
 
@@ -40,7 +43,7 @@ class LedgerBroken(KvasirError):  # noqa: N818 - says what is so
 
 def escrow(wallet: PublicKey) -> str:
     """The account of what a wallet has earned and may still lose."""
-    return f"escrow:{address_of(wallet)}"
+    return f"{ESCROW}{address_of(wallet)}"
 
 
 def available(wallet: PublicKey) -> str:

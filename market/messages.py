@@ -13,11 +13,12 @@ from typing import Final, Literal
 
 from relay.errors import KvasirError
 from relay.identity import Certificate, ExchangePublic, PublicKey, SignedDocument
+from relay.load import RelayLoad
 
 from .plans import PlanId
 from .wallet import Grant
 from .windows import Window
-from .wire import Hash, LeaseId
+from .wire import BackboneId, Hash, LeaseId, RecordId
 
 LeaseState = Literal["HELD", "LOADED", "PROVEN", "DRAINING", "ENDED"]
 """HELD: claimed, loading. LOADED: the device says so. PROVEN: a real call gave the right answer.
@@ -38,10 +39,17 @@ class ResyncNeeded(KvasirError):  # noqa: N818 - tells the caller what to do
 
 @dataclass(frozen=True, slots=True)
 class RelayListing:
-    """A relay as the market lists it. `url` may be relative to the market's own URL."""
+    """A relay as the market lists it. `url` may be relative to the market's own URL.
+
+    `load` is what the relay said of itself with its last heartbeat; `rtt_s` the median of the round trips
+    that `seen_by` devices reported lately.
+    """
 
     url: str
     certificate: SignedDocument
+    load: RelayLoad | None = None
+    rtt_s: float | None = None
+    seen_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +66,14 @@ class SwarmListing:
 
 @dataclass(frozen=True, slots=True)
 class RelayInfo:
-    """A relay, its certificate verified: absolute `url`, Ed25519 `key`."""
+    """A relay, its certificate verified: absolute `url`, Ed25519 `key`; the rest as in `RelayListing`."""
 
     url: str
     key: PublicKey
     certificate: Certificate
+    load: RelayLoad | None = None
+    rtt_s: float | None = None
+    seen_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +233,24 @@ class LeaseBeat:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayReading:
+    """A relay as a device sees it: its round trip in seconds, and whether the device is connected to it."""
+
+    relay: PublicKey
+    rtt_s: float | None = None
+    used: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Renews all leases of a device. `addresses` are URLs at which it may be dialled directly."""
+    """Renews all leases of a device. `addresses` are URLs at which it may be dialled directly, `relays` the
+    relays it has looked at, those it uses first and in its order.
+    """
 
     start_generation: int
     leases: tuple[LeaseBeat, ...] = ()
     addresses: tuple[str, ...] = ()
+    relays: tuple[RelayReading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,6 +527,124 @@ class ReceiptAnswer:
     acknowledged: bool = False
 
 
+# --- trust -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrustRecord:
+    """One thing on record about a wallet. Times in Unix seconds, amounts in carried bytes.
+
+    A violation has its figures (`d` against `limit`) and the quarantine that it led to; a quarantine its
+    `number`, its end, and what it took (`amount`); a release what it gave. `dispute` is the owner's
+    objection, `decision` the operator's word on it. `evidence`: whether the signed evidence is kept.
+    """
+
+    id: RecordId
+    wallet: PublicKey
+    kind: Literal["violation", "quarantine", "release"]
+    at: float
+    reason: str
+    backbone: BackboneId | None = None
+    device: PublicKey | None = None
+    window: str | None = None
+    layer: int | None = None
+    expert: int | None = None
+    call: int | None = None
+    d: float | None = None
+    limit: float | None = None
+    numerics: str | None = None
+    precision: str | None = None
+    evidence: bool = False
+    quarantine: RecordId | None = None
+    number: int = 0
+    until: float | None = None
+    for_good: bool = False
+    amount: int = 0
+    disputed_at: float | None = None
+    dispute: str | None = None
+    decided_at: float | None = None
+    decision: str | None = None
+    decision_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ViolationReport:
+    """An audited output was off: `evidence` is signed by the backbone (`market.evidence`)."""
+
+    id: RecordId
+    reason: str
+    evidence: SignedDocument
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineRequest:
+    """Puts a wallet out. `id` is drawn by the backbone, so that sending it again changes nothing."""
+
+    id: RecordId
+    wallet: PublicKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineAnswer:
+    """The wallet's quarantine: its number, how long it lasts yet, the escrow that went void."""
+
+    id: RecordId
+    number: int
+    left_s: float
+    for_good: bool
+    void: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrustAnswer:
+    """What is on record about a wallet, the latest first.
+
+    `quarantines` counts those that stand; `release_in_calls` is after how many more accepted calls the next
+    of its escrow is released (null: none waits).
+    """
+
+    wallet: PublicKey
+    calls: int
+    quarantines: int
+    quarantine_left_s: float
+    for_good: bool
+    release_in_calls: int | None
+    records: tuple[TrustRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordAnswer:
+    """One record, its evidence where it is kept, and the certificate of the backbone that signed that."""
+
+    record: TrustRecord
+    evidence: SignedDocument | None = None
+    certificate: SignedDocument | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DisputeRequest:
+    """An owner objects to a record."""
+
+    record: RecordId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DisputesAnswer:
+    """Records for the operator."""
+
+    records: tuple[TrustRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRequest:
+    """The operator upholds or overturns a record, and says why."""
+
+    uphold: bool
+    reason: str
+
+
 def credits_of(carried_bytes: int) -> Decimal:
     """Whole bytes in credits, exactly."""
     return Decimal(carried_bytes) / CREDIT_BYTES
@@ -560,6 +701,7 @@ class NodeRow:
     seen_s_ago: float
     leases: tuple[NodeLease, ...]
     last_reason: str | None = None
+    relays: tuple[RelayReading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,9 +723,10 @@ class CreditTable:
 
 @dataclass(frozen=True, slots=True)
 class RelayAnnouncement:
-    """A relay says where it is; the request carries its certificate."""
+    """A relay says where and how busy it is; the request carries its certificate."""
 
     url: str
+    load: RelayLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "plan": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
     "device": {"type": "string"},
     "wallet": {"type": "string"},
+    "record": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
 }
 
 

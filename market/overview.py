@@ -12,6 +12,7 @@ from sqlalchemy import func, select
 from relay.identity import PublicKey
 
 from . import messages as m
+from . import relays
 from . import tables as t
 from .claims import as_state
 from .plans import PlanId
@@ -70,6 +71,7 @@ def nodes(session: Session) -> m.NodesAnswer:
                 seen_s_ago=max(0.0, session.now - row.seen_at),
                 leases=tuple(held.get(row.device, ())),
                 last_reason=reasons.get(row.device),
+                relays=relays.readings_of(row.relays),
             )
             for row in devices
         )

@@ -8,10 +8,7 @@ Pure: the clock and the memory of nonces are arguments.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,24 +20,48 @@ from relay.identity import (
     PublicKey,
     SerialBook,
     SignedDocument,
-    SigningKey,
-    address_of,
     open_certificate,
     parse_address,
-    pre_authentication,
     verify,
 )
+from relay.requests import (
+    BODY_HEADER,
+    CERTIFICATE_HEADER,
+    KEY_HEADER,
+    NONCE_BYTES,
+    NONCE_HEADER,
+    SIGNATURE_HEADER,
+    TIME_HEADER,
+    decode_bytes,
+    encode_bytes,
+    request_message,
+    sign_request,
+)
 
-KEY_HEADER: Final = "Kvasir-Key"
-TIME_HEADER: Final = "Kvasir-Time"
-NONCE_HEADER: Final = "Kvasir-Nonce"
-SIGNATURE_HEADER: Final = "Kvasir-Signature"
-CERTIFICATE_HEADER: Final = "Kvasir-Certificate"
-BODY_HEADER: Final = "Kvasir-Body"
+__all__ = [
+    "BODY_HEADER",
+    "CERTIFICATE_HEADER",
+    "KEY_HEADER",
+    "MAX_CERTIFICATE_BYTES",
+    "NONCE_BYTES",
+    "NONCE_HEADER",
+    "SIGNATURE_HEADER",
+    "SKEW_S",
+    "TIME_HEADER",
+    "Author",
+    "Claim",
+    "NonceBook",
+    "decode_bytes",
+    "encode_bytes",
+    "read_claim",
+    "request_message",
+    "sign_request",
+    "verify_request",
+]
+
 SKEW_S: Final = 60
 """How far the two clocks may differ, and how long a nonce is remembered on either side of the time."""
 
-NONCE_BYTES: Final = 16
 MAX_CERTIFICATE_BYTES: Final = 2048
 
 
@@ -84,44 +105,6 @@ class NonceBook:
         if len(self._seen) >= self._capacity:
             raise Refused("overloaded", "too many requests within two minutes", retry_after_s=5)
         self._seen[key, nonce] = now + 2 * SKEW_S
-
-
-def request_message(method: str, target: str, body_hash: bytes, time: int, nonce: bytes) -> bytes:
-    """What a request's signature covers. `target` is the path with its query, `body_hash` a SHA-256."""
-    lines = (method.upper(), target, body_hash.hex(), str(time), encode_bytes(nonce))
-    return pre_authentication("http-request", "\n".join(lines).encode("utf-8"))
-
-
-def sign_request(
-    key: SigningKey,
-    method: str,
-    target: str,
-    body: bytes = b"",
-    *,
-    now: float,
-    nonce: bytes | None = None,
-    certificate: Certificate | None = None,
-) -> dict[str, str]:
-    """The headers that sign a request. `target` is the path with its query, percent-encoded as sent.
-
-    `now` is in Unix seconds; `nonce` (16 bytes) is drawn at random if None; `certificate` goes along where
-    `key` is an operating key.
-    """
-    nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
-    moment = int(now)
-    body_hash = hashlib.sha256(body).digest()
-    message = request_message(method, target, body_hash, moment, nonce)
-    headers = {
-        KEY_HEADER: address_of(key.public),
-        TIME_HEADER: str(moment),
-        NONCE_HEADER: encode_bytes(nonce),
-        SIGNATURE_HEADER: encode_bytes(key.sign(message)),
-    }
-    if body:
-        headers[BODY_HEADER] = encode_bytes(body_hash)
-    if certificate is not None:
-        headers[CERTIFICATE_HEADER] = encode_bytes(certificate.document.to_bytes())
-    return headers
 
 
 def verify_request(
@@ -224,19 +207,3 @@ def _read_certificate(text: str | None, key: PublicKey, root: bytes, now: float)
     if certificate.ed25519 != key:
         raise IdentityError("the request is signed by another key than its certificate names")
     return certificate
-
-
-def encode_bytes(data: bytes) -> str:
-    """URL-safe base64 without padding."""
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
-
-
-def decode_bytes(text: str, what: str, size: int | None = None) -> bytes:
-    """The bytes behind `encode_bytes`. Raises `RemoteProtocolError` naming `what`."""
-    try:
-        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    except (ValueError, binascii.Error):
-        raise RemoteProtocolError(f"{what} is not URL-safe base64") from None
-    if (size is not None and len(data) != size) or encode_bytes(data) != text:
-        raise RemoteProtocolError(f"{what} is not {size or 'canonical'} bytes of URL-safe base64")
-    return data

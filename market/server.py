@@ -28,13 +28,15 @@ from relay.guard import ListenerGuard, bounded_rules
 from relay.identity import PublicKey, SerialBook
 from relay.links import JoinLink
 
-from . import admission, leasing, overview, publishing
+from . import admission, escrow, judging, leasing, overview, publishing
 from . import messages as m
+from . import relays as relaying
 from . import tables as t
 from .bodies import BodyBudget, Hold
 from .config import MarketConfig
-from .handlers import Call, Handlers, Listings, RelayBook
+from .handlers import Call, Handlers
 from .openapi import document as openapi_document
+from .relays import RelayBook
 from .requests import BODY_HEADER, Author, Claim, read_claim
 from .routes import PREFIX, ROUTES, SMALL_BODY, Route
 from .store import Session, Store
@@ -55,7 +57,15 @@ STATUS: Final = {
 OFF_LOOP_BYTES: Final = 64 * 1024
 """Bodies above this are hashed and parsed off the event loop."""
 
-_LARGE: Final = (m.SnapshotListing, m.NodesAnswer, m.GapsAnswer, m.CreditTable, m.Published)
+_LARGE: Final = (
+    m.SnapshotListing,
+    m.NodesAnswer,
+    m.GapsAnswer,
+    m.CreditTable,
+    m.Published,
+    m.TrustAnswer,
+    m.DisputesAnswer,
+)
 """Answers that may be large: turned into JSON off the event loop."""
 
 ALIVE: Final = "alive"
@@ -85,7 +95,7 @@ class Market:
         *,
         root: PublicKey,
         keys: Callable[[], OperatingKey],
-        relays: Listings = tuple,
+        relays: Callable[[], Sequence[m.RelayListing]] = tuple,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
@@ -116,7 +126,7 @@ class Market:
             if alive is not None and session.now - float(alive) > 3 * self.config.sweep_s:
                 leasing.add_ttl(session, self._handlers.desk())
             _note_alive(session)
-            return admission.announced_relays(session)
+            return relaying.announced_relays(session)
 
         await self._store.open()
         self._relays.refresh(await self._store.write(start))
@@ -138,9 +148,10 @@ class Market:
             self._handlers.public_urls.append(url)
 
     async def run(self) -> None:
-        """End what is over and move targets, for ever; meanwhile, check the ledger once."""
+        """End what is over, move targets, release escrow, for ever; meanwhile, check the ledger once."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._check_ledger())
+            tasks.create_task(self._keep_releasing())
             await self._keep_sweeping()
 
     async def _keep_sweeping(self) -> None:
@@ -155,6 +166,33 @@ class Market:
             except SQLAlchemyError as error:
                 log.error("market.store_failed", reason=str(error.__cause__ or error))
 
+    async def _keep_releasing(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.release_s)
+            try:
+                await self.release_escrow()
+            except SQLAlchemyError as error:
+                log.error("market.store_failed", reason=str(error.__cause__ or error))
+
+    async def release_escrow(self) -> int:
+        """Release what is earned for good; returns how many bytes."""
+        rules, total = self.config.escrow_rules, 0
+
+        def work(session: Session) -> list[tuple[PublicKey, int]]:
+            released = escrow.release_due(session, rules)
+            for wallet, amount in released:
+                if amount:
+                    judging.note_released(session, wallet, amount, rules)
+            return released
+
+        await self._store.write(escrow.note_leavers)
+        while True:
+            released = await self._store.write(work)
+            amount = sum(amount for _, amount in released)
+            total += amount
+            if not amount:
+                return total
+
     async def _check_ledger(self) -> None:
         try:
             await self._handlers.check_ledger(whole=True)
@@ -167,7 +205,9 @@ class Market:
         await self._store.close()
 
     async def _sweep(self, targets: bool) -> None:
-        def work(session: Session) -> tuple[Sequence[m.RelayListing], dict[bytes, int]]:
+        def work(
+            session: Session,
+        ) -> tuple[Sequence[m.RelayListing], dict[PublicKey, list[float]] | None, dict[bytes, int]]:
             leasing.sweep(session)
             _note_alive(session)
             if targets:
@@ -177,10 +217,11 @@ class Market:
                 leasing.forget_ended(session)
                 admission.purge(session)
             revisions = session.rows(select(t.plans.c.plan, t.plans.c.revision))
-            return admission.announced_relays(session), {row.plan: row.revision for row in revisions}
+            seen = relaying.round_trips(session) if targets else None
+            return relaying.announced_relays(session), seen, {row.plan: row.revision for row in revisions}
 
-        announced, revisions = await self._store.write(work)
-        self._relays.refresh(announced)
+        announced, round_trips, revisions = await self._store.write(work)
+        self._relays.refresh(announced, round_trips)
         changed = [plan for plan, number in revisions.items() if self._revisions.get(plan) != number]
         self._revisions = revisions
         self._handlers.watchers.wake(changed)

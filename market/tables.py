@@ -89,6 +89,8 @@ wallets = Table(
     _bytes("wallet", primary_key=True),
     _integer("calls", server_default=text("0")),
     _time("quarantined_until", server_default=text("0")),
+    _integer("calls_before", server_default=text("0")),
+    _time("left_at", nullable=True),
 )
 
 devices = Table(
@@ -101,6 +103,7 @@ devices = Table(
     _integer("budget_bytes", server_default=text("0")),
     _name("network", server_default=""),
     Column("addresses", JSON, nullable=False),
+    Column("relays", JSON, nullable=True),
     _time("rate", nullable=True),
     _time("seen_at", index=True),
 )
@@ -120,6 +123,7 @@ relays = Table(
     _bytes("id", primary_key=True),
     _name("url", 512),
     _bytes("certificate"),
+    Column("load", JSON, nullable=True),
     _time("seen_at"),
 )
 
@@ -282,4 +286,43 @@ ledger_postings = Table(
 
 accounts = Table(
     "accounts", metadata, _name("account", primary_key=True), _integer("balance"), _integer("entries")
+)
+
+lots = Table(
+    "lots",
+    metadata,
+    _bytes("reference", primary_key=True),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    _bytes("wallet"),
+    _integer("amount"),
+    _integer("calls"),
+    _time("posted_at"),
+    _bytes("quarantine", nullable=True),
+    _bytes("entry", nullable=True),
+    Index("ix_lots_wallet_quarantine", "wallet", "quarantine"),
+)
+
+trust_records = Table(
+    "trust_records",
+    metadata,
+    _bytes("id", primary_key=True),
+    _bytes("wallet"),
+    _name("kind", 16),
+    _time("at"),
+    _bytes("backbone", nullable=True),
+    _bytes("device", nullable=True),
+    Column("reason", Text, nullable=False),
+    Column("facts", JSON, nullable=False),
+    _bytes("evidence", nullable=True),
+    _bytes("certificate", nullable=True),
+    _bytes("quarantine", nullable=True),
+    Column("number", Integer, nullable=False, server_default=text("0")),
+    _time("until", nullable=True),
+    _integer("amount", server_default=text("0")),
+    _time("disputed_at", nullable=True, index=True),
+    Column("dispute", Text, nullable=True),
+    _time("decided_at", nullable=True),
+    _name("decision", 16, nullable=True),
+    Column("decision_reason", Text, nullable=True),
+    Index("ix_trust_records_wallet_at", "wallet", "at"),
 )

@@ -18,6 +18,8 @@ from .windows import Window
 MAX_OFFERS: Final = 8
 SOON_S: Final = 1.0
 SETTLED_S: Final = 20.0
+YEARS_S: Final = 365 * 86_400.0
+"""A quarantine that lasts longer than a year is told as one without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class DeviceFacts:
     wallet_windows: frozenset[tuple[PlanId, Window]]
     loading: Window | None
     quarantine_s: float = 0.0
+    quarantine_reason: str = ""
 
 
 def answer(
@@ -39,7 +42,7 @@ def answer(
 ) -> VolunteerAnswer:
     """The answer to a volunteering device. `draw` gives a random number below 1 for each tie."""
     if facts.quarantine_s > 0:
-        return _nothing(f"this wallet is in quarantine for {facts.quarantine_s:.0f} s more", 60.0)
+        return _nothing(quarantine_message(facts.quarantine_s, facts.quarantine_reason), 60.0)
     if not needs:
         return _nothing("nothing needed now, because no backbone has published a plan yet", SOON_S)
     if facts.loading is not None:
@@ -67,6 +70,13 @@ def answer(
     order = {(need.plan, need.window): _rank(abilities, need, draw) for need in new}
     offers.sort(key=lambda offer: order[offer.plan, offer.window])
     return VolunteerAnswer(tuple(offers[:MAX_OFFERS]), offers[0].reason, SOON_S, _wanted(new))
+
+
+def quarantine_message(left_s: float, reason: str) -> str:
+    """What a device of a wallet in quarantine is told."""
+    left = "for good" if left_s > YEARS_S else f"for {left_s:.0f} s more"
+    why = f", because {reason}: see `kvasir-node audit show`" if reason else ""
+    return f"this wallet is in quarantine {left}{why}"
 
 
 def _nothing(message: str, retry_after_s: float) -> VolunteerAnswer:

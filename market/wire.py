@@ -33,6 +33,9 @@ Hash = NewType("Hash", bytes)
 BackboneId = NewType("BackboneId", bytes)
 """The 16 bytes that name a backbone; they survive the renewal of its keys."""
 
+RecordId = NewType("RecordId", bytes)
+"""The 16 random bytes that name a record about a wallet."""
+
 MAX_TEXT: Final = 4096
 MAX_ITEMS: Final = 200_000
 MAX_INTEGER: Final = (1 << 63) - 1
@@ -197,6 +200,7 @@ _SIMPLE: Final[Mapping[Any, _Codec]] = {
     Hash: _hexadecimal(32),
     LeaseId: _hexadecimal(16),
     BackboneId: _hexadecimal(16),
+    RecordId: _hexadecimal(16),
     PublicKey: _Codec(address_of, _decode_key, _BASE58),
     ExchangePublic: _hexadecimal(32),
     Window: _Codec(lambda window: window.name, _decode_window, {"type": "string"}),

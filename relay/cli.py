@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         help="most from one address (%(default)s)",
     )
     serve.add_argument(
+        "--bandwidth",
+        type=float,
+        default=DEFAULTS.bandwidth / 1e6,
+        metavar="MB",
+        help="megabytes a second that count as full load, both directions together (0: no bound)",
+    )
+    serve.add_argument(
         "--trusted-proxy",
         action="append",
         default=[],
@@ -91,6 +98,7 @@ def _config(arguments: argparse.Namespace) -> RelayConfig:
         connections=arguments.connections,
         address_connections=arguments.address_connections,
         drain_s=arguments.drain,
+        bandwidth=arguments.bandwidth * 1e6,
         trusted_proxies=tuple(arguments.trusted_proxy),
     )
 

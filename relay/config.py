@@ -37,6 +37,7 @@ class RelayConfig:
     backbone_circuits: int = 20_000  # most circuits of one backbone
     address_connections: int = 1_024  # most connections from one address
     connections: int = 20_000  # most connections in all
+    bandwidth: float = 0.0  # bytes a second, both directions together, that count as full; 0: no bound
     trusted_proxies: tuple[str, ...] = ()  # networks of reverse proxies whose X-Forwarded-For counts
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class RelayConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above zero")
-        for name in ("drain_s", "retry_after_s", "ticket_grace_s"):
+        for name in ("drain_s", "retry_after_s", "ticket_grace_s", "bandwidth"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative")
         if self.public_url and not self.public_url.startswith(("http://", "https://")):

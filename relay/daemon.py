@@ -1,20 +1,19 @@
 """A stand-alone relay: its keys, its look at the market, its listener, its orderly end.
 
-The market tells which of its keys sign tickets, and lists the relay for others to find; while it does not
-answer, what it said last still counts, and expired tickets an hour longer.
+The market tells which of its keys sign tickets, and lists the relay with its load for others to find, for as
+long as the relay keeps saying that it is there. While the market does not answer, what it said last still
+counts, and expired tickets an hour longer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 import random
-import secrets
 import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import aiohttp
 import structlog
@@ -30,13 +29,20 @@ from .identity import (
     SigningKey,
     address_of,
     open_certificate,
-    pre_authentication,
 )
 from .links import JoinLink, parse_join_link
+from .load import RelayLoad
 from .operator import OperatorKey, load_certificate, load_key
+from .requests import decode_bytes, sign_request
 from .server import Relay
 
 MARKET_TIMEOUT_S = 10.0
+FAREWELL_S = 2.0
+"""How long the market may take to hear that the relay goes away."""
+
+ASK_AGAIN_S = 3.0
+"""Pause after the market did not answer."""
+
 MAX_ANSWER_BYTES = 1 << 20
 
 log = structlog.get_logger("relay")
@@ -78,17 +84,21 @@ class MarketLink:
         if not isinstance(document, str):
             raise RemoteProtocolError(f"{self._url} is no market: its answer has no certificate")
         certificate = open_certificate(
-            SignedDocument.from_bytes(_decode(document)), swarm=self.root, now=time.time(), role="market"
+            SignedDocument.from_bytes(decode_bytes(document, "the market's certificate")),
+            swarm=self.root,
+            now=time.time(),
+            role="market",
         )
         self._certificates[certificate.ed25519] = certificate
         for key in sorted(self._certificates, key=lambda k: self._certificates[k].serial)[:-2]:
             del self._certificates[key]
 
-    async def announce(self, url: str, certificate: Certificate, key: SigningKey) -> None:
-        """Have the market list this relay at `url`. Raises `KvasirError`."""
-        body = json.dumps({"url": url}).encode()
+    async def announce(self, url: str, load: RelayLoad, certificate: Certificate, key: SigningKey) -> None:
+        """Have the market list this relay at `url`, with its load. Raises `KvasirError`."""
+        body = json.dumps({"url": url, "load": load.to_fields()}).encode()
         path = "/market/v1/relays"
-        await self._ask("POST", path, body, self._signed(path, body, certificate, key))
+        signed = sign_request(key, "POST", path, body, now=time.time(), certificate=certificate)
+        await self._ask("POST", path, body, {"Content-Type": "application/json", **signed})
 
     async def _ask(
         self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
@@ -110,22 +120,6 @@ class MarketLink:
         if not isinstance(answer, dict):
             raise RemoteProtocolError(f"{self._url} is no market: its answer is not an object")
         return answer
-
-    def _signed(self, path: str, body: bytes, certificate: Certificate, key: SigningKey) -> dict[str, str]:
-        """The headers of a signed market request: see docs/protocol.md, section 2."""
-        moment, nonce = str(int(time.time())), _encode(secrets.token_bytes(16))
-        body_hash = hashlib.sha256(body).digest()
-        lines = ("POST", path, body_hash.hex(), moment, nonce)
-        signature = key.sign(pre_authentication("http-request", "\n".join(lines).encode()))
-        return {
-            "Content-Type": "application/json",
-            "Kvasir-Key": address_of(key.public),
-            "Kvasir-Time": moment,
-            "Kvasir-Nonce": nonce,
-            "Kvasir-Body": _encode(body_hash),
-            "Kvasir-Signature": _encode(signature),
-            "Kvasir-Certificate": _encode(certificate.document.to_bytes()),
-        }
 
 
 async def run(config: RelayConfig, *, stop: asyncio.Event | None = None) -> None:
@@ -152,7 +146,9 @@ async def run(config: RelayConfig, *, stop: asyncio.Event | None = None) -> None
         address = await _listen(runner, config, stack)
         log.info("relay.listening", address=address, relay=address_of(key.signing.public))
         await _follow(relay, market, key, config, stop)
-        await relay.drain()
+        async with asyncio.TaskGroup() as leaving:
+            leaving.create_task(relay.drain())
+            leaving.create_task(_say_farewell(relay, market, key, config))
 
 
 async def _listen(runner: web.AppRunner, config: RelayConfig, stack: AsyncExitStack) -> str:
@@ -179,19 +175,32 @@ async def _follow(
     """Look at the market and at the certificate on disk, again and again, until `stop`."""
     rng = random.SystemRandom()
     while not stop.is_set():
+        pause = config.market_poll_s
         try:
             await market.look()
             if config.public_url:
-                await market.announce(config.public_url, relay.certificate, key.signing)
+                await market.announce(config.public_url, relay.load, relay.certificate, key.signing)
         except KvasirError as error:
+            pause = min(pause, ASK_AGAIN_S)
             log.warning("market.unreachable", market=config.market_url, reason=str(error))
         await _take_newer_certificate(relay, market.root, key, config)
-        pause = config.market_poll_s * rng.uniform(0.9, 1.1)
         try:
-            async with asyncio.timeout(pause):
+            async with asyncio.timeout(pause * rng.uniform(0.9, 1.1)):
                 await stop.wait()
         except TimeoutError:
             continue
+
+
+async def _say_farewell(relay: Relay, market: MarketLink, key: OperatorKey, config: RelayConfig) -> None:
+    """Tell the market that this relay drains, so that it sends nobody here any more."""
+    if not config.public_url:
+        return
+    load = replace(relay.load, draining=True)
+    try:
+        async with asyncio.timeout(FAREWELL_S):
+            await market.announce(config.public_url, load, relay.certificate, key.signing)
+    except (KvasirError, TimeoutError) as error:
+        log.warning("market.unreachable", market=config.market_url, reason=str(error) or "no answer in time")
 
 
 async def _take_newer_certificate(
@@ -206,14 +215,3 @@ async def _take_newer_certificate(
     if found.serial > relay.certificate.serial:
         relay.renew(found, key.signing)
         log.info("certificate.renewed", serial=found.serial, expires_at=found.expires_at)
-
-
-def _encode(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
-
-
-def _decode(text: str) -> bytes:
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    except ValueError:
-        raise RemoteProtocolError("the market's certificate is not URL-safe base64") from None

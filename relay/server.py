@@ -5,8 +5,8 @@ read of a socket or a timer of that connection, so a frame crosses the relay wit
 memory only. The relay sees who talks to whom, when and how much; what they say is encrypted end to end, and
 it holds no key to it.
 
-Routes: `/relay/v1` (WebSocket), `/relay/v1/health` (JSON), `/relay/v1/metrics` (Prometheus). `attach` mounts
-them in any aiohttp application.
+Routes: `/relay/v1` (WebSocket), `/relay/v1/load` and `/relay/v1/health` (JSON), `/relay/v1/metrics`
+(Prometheus). `attach` mounts them in any aiohttp application.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .connection import Connection
 from .errors import IdentityError, KvasirError, Refused, RemoteProtocolError
 from .frames import HEADER, MAX_FRAME, MAX_PACKET, FrameType, decode, decode_u32, decode_u64, encode
 from .identity import Certificate, PublicKey, SignedDocument, SigningKey, address_of
+from .load import LoadMeter, RelayLoad
 from .messages import Auth, Close, Hello, Open, Renewal, Welcome
 from .meters import Meters
 from .metrics import CONTENT_TYPE, metrics_text
@@ -90,6 +91,9 @@ class Relay:
         self._proxies = config.proxies
         self._rng = rng or random.SystemRandom()
         self._admission = Admission(config.rules)
+        self._load = LoadMeter(
+            connections=config.connections, bandwidth=config.bandwidth, processor=time.thread_time
+        )
         self._board = Switchboard(config.rules, uncounted=self._probe.keys)
         self._connections: dict[int, Connection] = {}  # by peer number
         self._everyone: set[Connection] = set()  # those that have not proved themselves, too
@@ -126,6 +130,18 @@ class Relay:
             draining=self.draining,
         )
 
+    @property
+    def load(self) -> RelayLoad:
+        """How busy this relay is now. Belongs to the loop's thread, whose processor time it counts."""
+        return self._load.read(
+            time.monotonic(),
+            bytes_forwarded=lambda: self._board.bytes_forwarded,
+            connections=self._admission.total,
+            peers=len(self._connections),
+            circuits=len(self._board.circuits),
+            draining=self.draining,
+        )
+
     # --- mounting ---
 
     @property
@@ -133,6 +149,7 @@ class Relay:
         """The relay's routes."""
         return [
             web.get("/relay/v1", self._handle, allow_head=False),
+            web.get("/relay/v1/load", self.show_load),
             web.get("/relay/v1/health", self.health),
             web.get("/relay/v1/metrics", self.metrics),
         ]
@@ -146,9 +163,15 @@ class Relay:
 
         app.on_shutdown.append(drain)
 
+    async def show_load(self, request: web.Request) -> web.Response:
+        """The load as JSON: cheap, for whoever chooses among relays."""
+        return web.json_response(self.load.to_fields())
+
     async def metrics(self, request: web.Request) -> web.Response:
         """The meters for Prometheus."""
-        return web.Response(body=metrics_text(self.meters).encode(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(
+            body=metrics_text(self.meters, self.load).encode(), headers={"Content-Type": CONTENT_TYPE}
+        )
 
     async def health(self, request: web.Request) -> web.Response:
         """Status 200 while a packet gets through a circuit of this relay, 503 otherwise; JSON either way.

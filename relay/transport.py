@@ -86,7 +86,8 @@ class RelayClient:
 
     `ticket` fetches a ticket for this relay from the market; it may raise any `KvasirError`, and is asked
     again. `on_circuit` (devices) serves one incoming channel and may raise; it runs in a task of its own.
-    `root` is the pinned swarm root that must have certified the relay.
+    `root` is the pinned swarm root that must have certified the relay. `on_change` runs whenever the relay
+    is connected, says that it will go away, or is gone.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class RelayClient:
         ticket: Callable[[], Awaitable[SignedDocument]],
         start_generation: int,
         on_circuit: Callable[[Channel], Awaitable[None]] | None = None,
+        on_change: Callable[[], None] | None = None,
         config: TransportConfig | None = None,
         http: aiohttp.ClientSession,
         clock: Callable[[], float] = time.time,
@@ -110,6 +112,7 @@ class RelayClient:
         self._key, self._role, self._root = key, role, root
         self._ticket, self._start_generation = ticket, start_generation
         self._on_circuit = on_circuit
+        self._on_change = on_change or (lambda: None)
         self._config = config or TransportConfig()
         self._http, self._clock = http, clock
         self._rng = rng or random.SystemRandom()
@@ -123,6 +126,11 @@ class RelayClient:
     def connected(self) -> bool:
         """Whether the relay has welcomed this client and the connection stands."""
         return self._link is not None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the relay has said that it will go away; it opens no more circuits."""
+        return self._link is not None and self._link.goaway is not None
 
     @property
     def circuits(self) -> int:
@@ -253,6 +261,7 @@ class RelayClient:
         self._link, self.relay_key = link, link.key
         self._up.set()
         log.info("relay.connected", relay=self.url, role=self._role)
+        self._on_change()
         assert self._tasks is not None
         keeper = self._tasks.create_task(self._keep(link))
         reason: KvasirError = Unreachable("the connection to the relay was lost")
@@ -272,6 +281,7 @@ class RelayClient:
             keeper.cancel()
             link.socket.close()
             log.info("relay.disconnected", relay=self.url, reason=str(reason), code=reason.code)
+            self._on_change()
 
     async def _follow(self, link: Link) -> None:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -321,6 +331,7 @@ class RelayClient:
         elif kind is FrameType.GOAWAY:
             link.goaway = GoAway.from_bytes(payload)
             log.info("relay.draining", relay=self.url, reason=link.goaway.reason)
+            self._on_change()
         elif kind is FrameType.REFUSED:
             refused = RefusedMessage.from_bytes(payload)
             raise Refused(refused.code, refused.message, retry_after_s=refused.retry_after_s)

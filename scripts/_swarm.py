@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +32,40 @@ class LocalSwarm:
         self._say = say
         self._said: set[tuple[str, ...]] = set()
 
-    def start_backbone(self, model: Path, cut: Cut | None) -> dict[str, Any]:
-        """Start it and wait for its port; its first status."""
+    def start_backbone(
+        self, model: Path, cut: Cut | None, *, dtype: str = "float32", more: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Start it, with `more` arguments, and wait for its port; its first status."""
         command = [venv_command("kvasir-backbone"), "up", "--model", str(model), "--port", "0"]
-        command += ["--state-dir", str(self.folder / "backbone"), "--dtype", "float32"]
+        command += ["--state-dir", str(self.folder / "backbone"), "--dtype", dtype, *more]
         command += ["--relay-only"] if self.relay_only else []
         if cut is not None:
             command += ["--window-bytes", str(cut.window_bytes)]
         self.children.start("backbone", command, ENVIRONMENT)
         return self.children.wait_for("the backbone's port", self.try_status, timeout=DEADLINE_S)
 
-    def start_nodes(self, count: int, join: str, budget: int | None) -> None:
-        """Start that many nodes, each with a budget in bytes (None: what it finds right)."""
-        self.names = [f"node-{number}" for number in range(1, count + 1)]
-        for name in self.names:
-            command = [venv_command("kvasir-node"), "run", join, "--name", name, "--json-logs"]
-            command += ["--state-dir", str(self.folder / name), "--precision", "stored"]
-            command += ["--on-battery", "--on-metered"]  # whoever starts this wants to see it now
-            command += [] if budget is None else ["--budget", str(budget)]
-            command += ["--no-direct"] if self.relay_only else []
-            self.children.start(name, command, ENVIRONMENT)
+    def start_nodes(
+        self, count: int, join: str | Sequence[str], budget: int | None, *, more: Sequence[str] = ()
+    ) -> None:
+        """Start that many nodes, each with a budget in bytes (None: what it finds right) and `more` arguments.
+
+        `join` is one link for all, or one for each.
+        """
+        self.names = []
+        for link in [join] * count if isinstance(join, str) else join:
+            self.add_node(link, budget, more=more)
+
+    def add_node(self, join: str, budget: int | None, *, more: Sequence[str] = ()) -> str:
+        """Start one more node; its name."""
+        name = f"node-{len(self.names) + 1}"
+        command = [venv_command("kvasir-node"), "run", join, "--name", name, "--json-logs", *more]
+        command += ["--state-dir", str(self.folder / name), "--precision", "stored"]
+        command += ["--on-battery", "--on-metered"]  # whoever starts this wants to see it now
+        command += [] if budget is None else ["--budget", str(budget)]
+        command += ["--no-direct"] if self.relay_only else []
+        self.children.start(name, command, ENVIRONMENT)
+        self.names.append(name)
+        return name
 
     def ask(self, question: str) -> dict[str, Any]:
         """The backbone's answer to its operator: "status", "credits". Raises `KvasirError` or `Failed`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 SUITES = {
+    "wan": "behind delayed and narrow links: one stream, drafting, many streams, the uplink's limit",
     "relay": "speed against a bare proxy, idle, frozen and returning peers of a relay",
     "weights": "fetching and verifying 1 GB against curl and sha256sum; a warm start; a plan of 100 GB",
     "kills": "200 kills of a download at random bytes: are the final bytes right, what is fetched again",

@@ -59,12 +59,14 @@ class Bench:
         return self.made.setdefault(precision, Local(precision))
 
     def offer(self, *, name: str = "a", precision: str = "stored", error: float = 0.0) -> None:
-        def draw(rng: random.Random) -> Sample:
+        asked = replica(WINDOWS, 0, name, precision=precision)
+
+        def draw(rng: random.Random) -> tuple[Replica, Sample]:
             row = torch.randn(16)
             scale = {"stored": 1.0, "int8": 0.5}[precision]
-            return Sample(0, 1, row, torch.nn.functional.linear(row, scale * WEIGHT) * (1 + error))
+            return asked, Sample(0, 1, row, torch.nn.functional.linear(row, scale * WEIGHT) * (1 + error))
 
-        self.auditor.offer(replica(WINDOWS, 0, name, precision=precision), draw)
+        self.auditor.offer(asked, draw)
 
 
 def test_honest_outputs_at_the_replicas_own_precision_pass() -> None:

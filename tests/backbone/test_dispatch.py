@@ -18,7 +18,7 @@ from kvasir_backbone.dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from kvasir_backbone.roster import Replica, Roster, WindowMap
 from kvasir_backbone.seam import DispatchFailed, RowKey
 from kvasir_node.calls import MAX_MESSAGE_BYTES, Buffers, Call, Reply, call_bytes, decode, encode, reply_bytes
-from kvasir_node.tensors import bytes_to_rows, rows_to_bytes
+from kvasir_node.tensors import bytes_to_floats, bytes_to_rows, partial_sums, rows_to_bytes
 from relay.errors import ConfigError
 from relay.identity import PublicKey
 from tests.support.rosters import device, flat_plan, roster
@@ -94,17 +94,26 @@ class Workers:
         call = decode(raw)
         assert isinstance(call, Call)
         self.calls.append((to, call, len(raw)))
-        outputs: Tensor | CallEnd | None = serve(call)
+        outputs: Tensor | CallEnd | None = self.summed(call, serve(call))
         if to in self.behaviours:
             assert isinstance(outputs, Tensor)
             outputs = self.behaviours[to](call, outputs)
         if isinstance(outputs, Tensor):
-            reply = Reply(call.id, len(outputs), 1, 1, rows_to_bytes(outputs.contiguous()))
+            weighted = call.weights is not None
+            reply = Reply(call.id, len(outputs), 1, 1, rows_to_bytes(outputs.contiguous()), weighted=weighted)
             decoded = decode(b"".join(encode(reply)))
             assert isinstance(decoded, Reply)
             done(CallEnd(call.id, time.monotonic(), reply=decoded))
         elif outputs is not None:
             done(replace(outputs, call=call.id))
+
+    @staticmethod
+    def summed(call: Call, outputs: Tensor) -> Tensor:
+        """What a node makes of the outputs of a call with weights."""
+        if call.weights is None:
+            return outputs
+        rows = [row for group in call.groups for row, count in enumerate(group.counts) for _ in range(count)]
+        return partial_sums(outputs, bytes_to_floats(call.weights, call.id_count), rows, call.row_count)
 
     def join(self) -> None:
         for thread in self.threads:
@@ -122,14 +131,18 @@ def serve(call: Call) -> Tensor:
 
 
 class Auditor:
-    """Draws one sample of every part, and keeps it."""
+    """Draws one sample of every call, and keeps it."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self.rejections: list[float] = []
 
-    def offer(self, replica: Replica, draw: Callable[[random.Random], Sample]) -> None:
-        self.samples.append(draw(random.Random(len(self.samples))))
+    def offer(self, replica: Replica, draw: Callable[[random.Random], tuple[Replica, Sample]]) -> None:
+        drawn, sample = draw(random.Random(len(self.samples)))
+        assert drawn.device == replica.device
+        assert drawn.window.contains(sample.layer, sample.expert)
+        assert sample.expert in sample.ids
+        self.samples.append(sample)
 
     def rejected(self, replica: Replica, d: float) -> None:
         self.rejections.append(d)
@@ -145,6 +158,7 @@ class Setup:
         fallback: bool = True,
         missing: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        made: type[SwarmDispatcher] = SwarmDispatcher,
     ) -> None:
         self.workers = Workers(roster(WINDOWS, held))
         self.owners = OwnerBook()
@@ -157,8 +171,8 @@ class Setup:
         self.local = Local(missing=missing)
         self.band = NormBand()
         self.auditor = Auditor()
-        self.dispatcher = SwarmDispatcher(
-            PLAN,
+        self.dispatcher = made(
+            replace(PLAN, weighted=made is not SwarmDispatcher),
             self.workers,
             owners=self.owners,
             book=self.book,
@@ -371,14 +385,15 @@ def test_carried_bytes_are_those_of_the_dispatch() -> None:
     assert setup.book.totals(device("a"))[1] == 1
 
 
-def test_every_part_is_offered_to_the_auditor_with_the_right_expert_row_and_output() -> None:
-    setup = Setup(BOTH)
-    for _ in range(20):
-        setup.run(ROWS, IDS)
-    assert len(setup.auditor.samples) == 40
+def test_every_call_is_offered_to_the_auditor_with_the_right_expert_row_and_output() -> None:
+    setup = Setup({0: ["a"], 1: ["a"], 2: ["a"], 3: ["b"]})
+    for layer in (0, 1):
+        for _ in range(20):
+            setup.run(ROWS, IDS, layer=layer)
+    assert len(setup.auditor.samples) == 20 + 40  # one for each call
     for sample in setup.auditor.samples:
-        assert torch.equal(expert(0, sample.expert, sample.row.unsqueeze(0))[0], sample.output)
-    assert len({sample.expert for sample in setup.auditor.samples}) > 4
+        assert torch.equal(expert(sample.layer, sample.expert, sample.row.unsqueeze(0))[0], sample.output)
+    assert len({sample.expert for sample in setup.auditor.samples[:20]}) > 4  # of any part of a call
 
 
 def test_rows_without_owner_and_bytes_fail_alone_and_the_others_come_back() -> None:

@@ -59,7 +59,7 @@ async def _equals_stock(folder: Path, *, packed: bool) -> None:
             theirs = stock_greedy(stock, prompt, TOKENS, ignore_eos=True)
             comparison = compare_greedy(stock, prompt, ours, theirs)
             assert comparison.matches, comparison.reason
-        tight = EngineConfig(chunk_rows=32, kv_bytes=model.kv_token_bytes * 32 * 3)
+        tight = EngineConfig(chunk_rows=32, kv_bytes=model.kv_token_bytes * 32 * 5 + 2 * model.state_bytes)
         assert await generate(model, _prompts(), TOKENS, tight) == texts
         assert model.kv_bytes == 0
 

@@ -234,6 +234,13 @@ def test_bodies_of_a_text_answer() -> None:
     assert "usage" not in answer.chunk(0, "x")
 
 
+def test_text_may_go_on_after_its_end_where_asked_for() -> None:
+    assert parse_completion(completion(ignore_eos=True)).sampling.ignore_eos
+    assert not parse_completion(completion()).sampling.ignore_eos
+    with pytest.raises(ApiError, match="a boolean"):
+        parse_completion(completion(ignore_eos=1))
+
+
 def test_token_ids_where_asked_for() -> None:
     assert parse_completion(completion(return_token_ids=True)).token_ids
     answer = Answer("cmpl-1", "m", 5, is_chat=False, token_ids=True)

@@ -52,6 +52,7 @@ class Driver:
             self._check(segment)
         self.scheduler.advance(step.segments)
         held = -sum(-self.kv[r] // self.scheduler.config.block_tokens for r in self.kv)
+        held += self.scheduler.config.state_blocks * sum(map(bool, self.kv.values()))
         assert held <= self.scheduler.config.total_blocks - self.scheduler.free_blocks
         for segment in step.segments:
             if segment.samples:
@@ -180,12 +181,14 @@ def test_finishing_an_unknown_request_changes_nothing() -> None:
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12),
     st.integers(16, 40),
     st.integers(1, 6),
+    st.integers(0, 5),
     st.integers(0, 2**32),
 )
 def test_everyone_is_served_and_every_block_comes_back(
-    requests: list[tuple[int, int]], blocks: int, running: int, seed: int
+    requests: list[tuple[int, int]], room: int, running: int, state: int, seed: int
 ) -> None:
-    driver = Driver(Scheduler(_config(total_blocks=blocks, max_running=running)))
+    blocks = room + state
+    driver = Driver(Scheduler(_config(total_blocks=blocks, max_running=running, state_blocks=state)))
     rng = random.Random(seed)
     for number, (prompt, wanted) in enumerate(requests):
         for _ in range(rng.randrange(4)):
