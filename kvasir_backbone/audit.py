@@ -225,9 +225,11 @@ class Trust:
             return 1.0
         return max(1.0 / self.valid_calls, FLOOR_RATE)
 
-    def wants_audit(self, rng: random.Random) -> bool:
-        """Count one valid call, and decide whether it is audited."""
-        rate = self.sample_rate()
+    def wants_audit(
+        self, rng: random.Random, afford: Callable[[float], float] = lambda wanted: wanted
+    ) -> bool:
+        """Count one valid call, and decide whether it is audited. `afford` lowers the rate to what can be."""
+        rate = afford(self.sample_rate())
         self.valid_calls += 1
         return rate >= 1.0 or rng.random() < rate
 

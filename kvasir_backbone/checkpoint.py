@@ -27,6 +27,7 @@ from relay.errors import ConfigError
 from relay.identity import PROTOCOL_VERSION, pack
 
 from .dense import dense_tensors
+from .local_layers import split_layers
 from .shards import Shards
 from .skeleton import Skeleton, build_skeleton, check_folder
 from .weights import FileRanges, HubRanges
@@ -126,13 +127,15 @@ class Checkpoint:
         wire_dtype: str,
         precisions: Sequence[str] = DEFAULT_PRECISIONS,
         weighted: bool = False,
+        local_layers: int = 0,
         model: str | None = None,
         rng: random.Random | None = None,
     ) -> Plan:
         """Cut the checkpoint into windows of about `window_bytes` stored bytes and describe every tensor.
 
         `wire_dtype` is the backbone's compute dtype (a key of `WIRE_DTYPES`), `precisions` those that
-        nodes may keep experts in, `model` a name for people (default: the folder's). Equal arguments on
+        nodes may keep experts in, `local_layers` how many of the first MoE layers the backbone runs itself
+        and the plan leaves out, `model` a name for people (default: the folder's). Equal arguments on
         equal files give an equal plan, whatever `rng` draws. Raises `ConfigError`.
         """
         if wire_dtype not in WIRE_DTYPES:
@@ -140,7 +143,7 @@ class Checkpoint:
         unknown = [precision for precision in precisions if precision not in PRECISIONS]
         if unknown or not precisions:
             raise ConfigError(f"precisions are some of {', '.join(PRECISIONS)}, not {list(precisions)}")
-        recipes = self.recipes(rng)
+        _, recipes = split_layers(self.recipes(rng), local_layers)
         widths = {tensor.shape[0] for recipe in recipes for tensor in recipe.tensors if tensor.role == "down"}
         if len(widths) != 1:
             raise ConfigError(

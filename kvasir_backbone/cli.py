@@ -25,6 +25,7 @@ from relay.loop import run as run_loop
 from relay.places import state_folder
 
 from .addresses import Door, find_door
+from .admission import AdmissionConfig
 from .bundled import bundled_model_path
 from .config import DEFAULT_PORT, DTYPES, FALLBACKS, BackboneConfig
 from .hub import HubAccess, HubReference, parse_model
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         ("status", _status, "What the running backbone does, as JSON."),
         ("gaps", _gaps, "Which expert windows lack owners, and why."),
         ("nodes", _nodes, "Every node: wallet, windows, calls, carried bytes, credit, path."),
+        ("relays", _relays, "Every relay: load, round trips, sessions."),
         ("credits", _credits, "Every wallet's balance, and whether the ledger holds."),
     ):
         add(name, command, text).add_argument("--json", action="store_true", help="as JSON")
@@ -126,7 +128,29 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     )
     up.add_argument("--dtype", choices=DTYPES, default="auto", help="compute and wire dtype")
     up.add_argument("--kv-bytes", type=_size, help="attention cache (default: a quarter of free memory)")
+    up.add_argument(
+        "--max-slowdown",
+        type=float,
+        default=AdmissionConfig().stretch,
+        metavar="N",
+        help="refuse requests (429) that would make texts come more than N times slower than one by itself "
+        "(default: %(default)g)",
+    )
+    up.add_argument(
+        "--max-wait",
+        type=float,
+        default=AdmissionConfig().max_wait_s,
+        metavar="SECONDS",
+        help="refuse requests (429) that would wait longer for a place (default: %(default)g)",
+    )
     up.add_argument("--window-bytes", type=_size, default="256MiB", help="size of a window")
+    up.add_argument(
+        "--local-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run the experts of the first N MoE layers here and give them to no node (default: 0)",
+    )
     up.add_argument("--fallback", choices=FALLBACKS, default="disk", help="what computes ownerless experts")
     up.add_argument(
         "--weighted",
@@ -174,6 +198,8 @@ def _up(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         window_bytes=arguments.window_bytes,
         kv_bytes=arguments.kv_bytes,
+        admission=AdmissionConfig(stretch=arguments.max_slowdown, max_wait_s=arguments.max_wait),
+        local_layers=arguments.local_layers,
         fallback=arguments.fallback,
         expert_memory_bytes=arguments.expert_memory,
         relay_only=arguments.relay_only,
@@ -330,10 +356,39 @@ def _nodes_table(answer: dict[str, Any]) -> list[Any]:
         states = sorted({claim["state"] for claim in row["claims"]}) or ["gone"]
         state = ", ".join(states) + (f" ({row['breaker']})" if row["breaker"] else "")
         credit = "?" if row["credit"] is None else f"{row['credit']:.6f}"
-        cells = (f"{row['calls']:,}", format_size(row["carried_bytes"]), credit, row["path"])
+        path = row["path"] if row["relay"] is None else f"relay {_place(row['relay'])}"
+        cells = (f"{row['calls']:,}", format_size(row["carried_bytes"]), credit, path)
         windows = ", ".join(row["windows"]) or "-"
         table.add_row(_short(row["device"]), row["wallet"], windows, state, *cells)
     return [table if answer["nodes"] else "no nodes yet"]
+
+
+def _relays(arguments: argparse.Namespace) -> int:
+    return _show(arguments, "relays", _relays_table)
+
+
+def _relays_table(answer: dict[str, Any]) -> list[Any]:
+    table = _table("relay", "state", "load", "circuits", "rate", "round trip", "devices'", "sessions")
+    for row in answer["relays"]:
+        load = row["load"]
+        state = "connected" if row["connected"] else "not connected"
+        if load is not None and load["draining"]:
+            state = "draining"
+        busy = ("?", "?", "?")
+        if load is not None:
+            busy = (f"{load['share']:.0%}", f"{load['circuits']:,}", f"{format_size(load['bytes_per_s'])}/s")
+        devices = "?" if row["devices_rtt_s"] is None else f"{_ms(row['devices_rtt_s'])} ({row['devices']})"
+        table.add_row(_place(row["url"]), state, *busy, _ms(row["rtt_s"]), devices, f"{row['sessions']:,}")
+    return [table if answer["relays"] else "the market lists no relay"]
+
+
+def _place(url: str) -> str:
+    """A relay's URL without what all have."""
+    return url.removesuffix("/relay/v1")
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
 def _credits(arguments: argparse.Namespace) -> int:

@@ -52,8 +52,11 @@ async def run_choices(
     deliver: Deliver,
     *,
     tick_s: float,
+    heard: Callable[[float], None] = lambda gap_s: None,
 ) -> None:
     """Run all `requests` to their ends, handing every piece to `deliver`, choices interleaved as they come.
+
+    `heard` is told the time between each two tokens of a choice, in seconds.
 
     Ends early with the first failure of a choice or of `deliver`; whatever way it ends, nothing is left
     running in the engine. Raises `KvasirError` from the engine, and whatever `deliver` raises.
@@ -65,7 +68,7 @@ async def run_choices(
             generations.append(engine.submit(request))
         async with asyncio.TaskGroup() as tasks:
             for index, generation in enumerate(generations):
-                tasks.create_task(_pump(index, generation, TextStream(decode, stops), queue))
+                tasks.create_task(_pump(index, generation, TextStream(decode, stops), queue, heard))
             await _deliver_all(queue, len(generations), deliver, tick_s)
     except BaseExceptionGroup as group:
         raise _first_leaf(group) from None
@@ -74,10 +77,20 @@ async def run_choices(
             generation.cancel()
 
 
-async def _pump(index: int, generation: Generation, text: TextStream, queue: asyncio.Queue[Piece]) -> None:
+async def _pump(
+    index: int,
+    generation: Generation,
+    text: TextStream,
+    queue: asyncio.Queue[Piece],
+    heard: Callable[[float], None],
+) -> None:
     """One choice: tokens -> pieces, up to its end or its stop string."""
     tokens: list[int] = []
+    last_at: float | None = None
     async for token in generation:
+        if last_at is not None:
+            heard(token.at - last_at)
+        last_at = token.at
         tokens.append(token.id)
         shown = text.feed(token.id)
         if text.stopped:

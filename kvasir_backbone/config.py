@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from relay.addresses import parse_networks
 from relay.errors import ConfigError
 
+from .admission import AdmissionConfig
 from .bundled import bundled_model_path
 from .hub import HubAccess, HubReference
 
@@ -47,6 +48,10 @@ class BackboneConfig:
     """About how many stored bytes one expert window holds."""
     kv_bytes: int | None = None
     """Bound on the attention cache in bytes; None: a quarter of the free memory."""
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    """Who is let in under load, and who is answered 429."""
+    local_layers: int = 0
+    """How many of the first MoE layers run here and are given to no node (see docs/security.md)."""
     fallback: str = "disk"
     """What computes experts without a live owner: the checkpoint (disk or hub), or none (503)."""
     expert_memory_bytes: int = 1024 * 1024 * 1024
@@ -77,6 +82,8 @@ class BackboneConfig:
             raise ConfigError(f"--fallback {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
         if self.kv_bytes is not None and self.kv_bytes <= 0:
             raise ConfigError("--kv-bytes must be positive, such as 512MB")
+        if self.local_layers < 0:
+            raise ConfigError("--local-layers must be 0 or more")
         for name in (
             "window_bytes",
             "expert_memory_bytes",

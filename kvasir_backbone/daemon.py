@@ -44,9 +44,11 @@ from relay.links import JoinLink
 from relay.server import FixedMarket, Relay
 
 from .addresses import close_door, local_urls, open_door
+from .admission import Admission
 from .config import BackboneConfig
 from .gateway import Gateway, GatewayConfig
 from .late import LateEngine, LatePrompter
+from .local_layers import keep_local
 from .operator_api import Operator
 from .prompting import Prompter
 from .skeleton import check_folder
@@ -156,6 +158,7 @@ class _Daemon:
             engine=self.engine,
             prompter=self.prompter,
             numerics=lambda: "exact" if self.backbone.swarm is None else self.backbone.swarm.numerics(),
+            admission=Admission(config.admission),
         )
         self.interrupts: list[Callable[[], None]] = []
         self.threads = ThreadPoolExecutor(BUILD_THREADS, thread_name_prefix="backbone")
@@ -353,6 +356,8 @@ class _Built:
     plan: Plan
     dtype: str
     references: References
+    local_layers: frozenset[int] = frozenset()
+    """Layers whose experts run here and in no plan."""
 
 
 def _open_checkpoint(
@@ -389,20 +394,24 @@ def _build_plan(
     checkpoint = _open_checkpoint(config, interruptible)
     opened(checkpoint)
     dtype = resolve_dtype(checkpoint.config, config.dtype)
-    plan = checkpoint.make_plan(
-        window_bytes=config.window_bytes,
-        wire_dtype=dtype,
-        weighted=config.weighted,
-        model=config.name,
-        rng=random.SystemRandom(),
-    )
+    cut: dict[str, Any] = {
+        "window_bytes": config.window_bytes,
+        "wire_dtype": dtype,
+        "weighted": config.weighted,
+        "model": config.name,
+        "rng": random.SystemRandom(),
+    }
+    plan = checkpoint.make_plan(local_layers=config.local_layers, **cut)
+    # Layers kept here are in no plan that nodes see; what runs experts here has them all.
+    every = checkpoint.make_plan(**cut) if config.local_layers else plan
     references = References(
         lambda precision: LocalExperts(
-            checkpoint.read, plan, cache_bytes=config.expert_memory_bytes, precision=precision
+            checkpoint.read, every, cache_bytes=config.expert_memory_bytes, precision=precision
         )
     )
     _ = references.numerics  # chooses and checks the arithmetic now, not in the first request
-    return _Built(checkpoint, plan, dtype, references)
+    local = frozenset(recipe.layer for recipe in every.layers[: config.local_layers])
+    return _Built(checkpoint, plan, dtype, references, local)
 
 
 def _build_engine(
@@ -412,7 +421,8 @@ def _build_engine(
     from .engine import Engine, EngineConfig
     from .model import BackboneModel
 
-    model = BackboneModel.load(built.checkpoint, dtype=built.dtype, dispatcher=swarm.dispatcher)
+    dispatcher = keep_local(swarm.dispatcher, built.references.at("stored"), built.local_layers)
+    model = BackboneModel.load(built.checkpoint, dtype=built.dtype, dispatcher=dispatcher)
     kv_bytes = config.kv_bytes or max(1 << 24, psutil.virtual_memory().available // 4)
     engine = Engine(model, EngineConfig(kv_bytes=kv_bytes))
     return model, engine, Prompter(model.tokenizer, model.vocabulary)

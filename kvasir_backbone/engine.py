@@ -1,8 +1,12 @@
 """The step loop: requests in, tokens out.
 
-One step thread runs the model; the event loop submits requests and reads their tokens. Between the two lie
-one inbox for the thread and one bounded outbox a request: a client that stops reading pauses its own request
+Step threads run the model; the event loop submits requests and reads their tokens. Between the two lie one
+inbox for the threads and one bounded outbox a request: a client that stops reading pauses its own request
 and no other. A failed dispatch fails only the requests whose rows it carried.
+
+Each thread takes a micro-batch of the requests that no other has in flight, so that one computes while
+another waits for experts; `microbatches.py` says how many of them pay. A request in flight belongs to its
+thread: whoever cancels it only leaves word.
 
 Knows the scheduler, the model's `forward` and the sampler. Knows no HTTP, no text and no owners.
 """
@@ -25,8 +29,9 @@ import structlog
 from relay.errors import ConfigError, KvasirError, Refused
 
 from .generation import FinishReason, Generation, GenerationRequest, Outcome, RequestStats, Token
+from .microbatches import StepPace, share
 from .sampling import Sampler
-from .scheduler import Scheduler, SchedulerConfig, Segment
+from .scheduler import Scheduler, SchedulerConfig, Segment, Step
 
 if TYPE_CHECKING:
     from .model import StepResult, Work
@@ -36,7 +41,9 @@ __all__ = ["Engine", "EngineConfig", "EngineStats", "Generation", "GenerationReq
 _log = structlog.get_logger("backbone")
 
 IDLE_S: Final = 0.05
-"""How long the step thread waits when no request can go on, seconds."""
+"""How long a step thread waits where requests exist and none can go on, seconds."""
+SPARE_S: Final = 1.0
+"""How often a step thread looks around that was not woken, seconds."""
 
 
 class Model(Protocol):
@@ -58,6 +65,10 @@ class Model(Protocol):
         """Free a request's keys and values."""
         ...
 
+    def trim(self, request: int, positions: int) -> None:
+        """Forget what was noted of a request beyond its first `positions`: rejected drafts."""
+        ...
+
     def forget(self, request: int) -> None:
         """Free everything of a request."""
         ...
@@ -75,15 +86,19 @@ class EngineConfig:
     """Rows of a prefill chunk. Part of the numerics: another value gives other last bits."""
     step_rows: int = 512
     """Rows of a step over which no further prefill chunk is added."""
-    max_running: int = 64
-    """Requests computed at one time."""
+    step_threads: int = 2
+    """Threads that compute steps. Models whose requests cannot share a pass use one: its passes run side
+    by side by themselves."""
+    max_running: int = 256
+    """Requests computed at one time, as far as the KV cache holds them."""
     max_waiting: int = 256
     """Requests waiting for that; one more is refused."""
     outbox_tokens: int = 256
     """Tokens that a client may leave unread before its request pauses."""
 
     def __post_init__(self) -> None:
-        for name in ("kv_bytes", "block_tokens", "chunk_rows", "step_rows", "max_running", "max_waiting"):
+        bounds = ("kv_bytes", "block_tokens", "chunk_rows", "step_rows")
+        for name in (*bounds, "step_threads", "max_running", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         if self.outbox_tokens < 2:
@@ -108,7 +123,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _State:
-    """A request as the step thread sees it."""
+    """A request as the step threads see it."""
 
     generation: Generation
     tokens: list[int]
@@ -117,6 +132,7 @@ class _State:
     sampler: Sampler
     submitted_at: float
     unread: int = 0
+    cancelled: bool = False
     steps: int = 0
     preemptions: int = 0
     first_token_at: float | None = None
@@ -146,7 +162,8 @@ _Delivery = tuple[Generation, Token | None, bool, FinishReason | None, BaseExcep
 class Engine:
     """Several requests at once over one model. `start`, `submit`, `stop`; or as an async context manager.
 
-    `clock` gives monotonic seconds, `draw_seed` the seed of a sampled request without one.
+    `clock` gives monotonic seconds, `draw_seed` the seed of a sampled request without one; `pace` decides
+    into how many micro-batches the running requests are split.
     """
 
     def __init__(
@@ -156,6 +173,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        pace: StepPace | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.model = model
@@ -178,8 +196,12 @@ class Engine:
         self._lock = threading.Condition()
         self._arrived: deque[_State] = deque()
         self._cancelled: deque[int] = deque()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._alive = 0
         self._stopping = False
+        self._crash: KvasirError | None = None
+        self._in_flight = 0
+        self._pace = pace or StepPace()
         self._counters = _Counters()
 
     async def __aenter__(self) -> Engine:
@@ -190,19 +212,25 @@ class Engine:
         await self.stop()
 
     def start(self) -> None:
-        """Start the step thread."""
-        assert self._thread is None, "the engine runs already"
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvasir-step", daemon=True)
-        self._thread.start()
+        """Start the step threads."""
+        assert not self._threads, "the engine runs already"
+        self._stopping, self._crash = False, None
+        count = self.config.step_threads if self.model.packed else 1
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvasir-step-{number}", daemon=True)
+            for number in range(1, count + 1)
+        ]
+        self._alive, self._in_flight = count, 0
+        for thread in self._threads:
+            thread.start()
 
     async def stop(self) -> None:
-        """End every request with `Refused("draining")` after the step that runs, and join the thread."""
+        """End every request with `Refused("draining")` after the steps that run, and join the threads."""
         with self._lock:
             self._stopping = True
-            self._lock.notify()
-        thread, self._thread = self._thread, None
-        if thread is not None:
+            self._lock.notify_all()
+        threads, self._threads = self._threads, []
+        for thread in threads:
             await asyncio.to_thread(thread.join)
 
     def room(self, prompt_tokens: int) -> int:
@@ -227,7 +255,7 @@ class Engine:
         generation = Generation(next(self._ids), request, self, asyncio.get_running_loop())
         state = _State(generation, prompt, len(prompt), max_tokens, sampler, self._clock())
         with self._lock:
-            if self._thread is None or self._stopping:
+            if not self._threads or self._stopping:
                 raise Refused("draining", "the engine is not running")
             waiting = self._scheduler.waiting + len(self._arrived)
             if waiting >= self.config.max_waiting:
@@ -283,72 +311,102 @@ class Engine:
         assert stats is not None
         return stats
 
-    # --- the step thread ---------------------------------------------------------------------------------
+    # --- the step threads --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: KvasirError = Refused("draining", "the backbone is shutting down")
+        step: Step | None = None
         try:
-            while self._wait_for_work():
-                self._step()
+            while (step := self._next_step()) is not None:
+                self._compute(step)
         except Exception as fault:  # our own bug: nobody may wait for ever for a thread that is gone
             _log.error("engine.crashed", reason=str(fault), trace="".join(traceback.format_exception(fault)))
-            error = KvasirError(f"the engine failed: {fault}: restart the backbone")
+            self._crash = KvasirError(f"the engine failed: {fault}: restart the backbone")
+        self._leave(() if step is None else step.segments)
+
+    def _leave(self, segments: Sequence[Segment]) -> None:
+        """A thread ends, and the engine with it: every request but those in flight elsewhere ends now."""
+        mine = {segment.request for segment in segments}
         with self._lock:
             self._stopping = True
+            self._alive -= 1
             self._arrived.clear()
-            everyone = list(self._states.values())
-        self._hand_over([self._end(state, "failed", error) for state in everyone])
+            ended = [
+                state
+                for number, state in self._states.items()
+                if not self._alive or number in mine or not self._scheduler.in_flight(number)
+            ]
+            error = self._crash or Refused("draining", "the backbone is shutting down")
+            deliveries = [self._end(state, "failed", error) for state in ended]
+            self._lock.notify_all()
+        self._hand_over(deliveries)
 
-    def _wait_for_work(self) -> bool:
-        """Take in what has arrived; wait while nothing can run. False once the engine stops."""
-        while True:
-            with self._lock:
-                ended = self._take_in()
+    def _next_step(self) -> Step | None:
+        """The next micro-batch for this thread, waiting while there is none; None once the engine stops."""
+        with self._lock:
+            while True:
+                self._take_in()
                 if self._stopping:
-                    return False
-                if not ended and self._runnable():
-                    return True
-                if not ended:
-                    self._lock.wait()
-                    continue
-            self._hand_over([self._end(state, "cancelled", None) for state in ended])
+                    return None
+                step = self._schedule()
+                if step is not None:
+                    return step
+                stuck = not self._in_flight and self._runnable()
+                self._lock.wait(IDLE_S if stuck else SPARE_S)
 
-    def _take_in(self) -> list[_State]:
-        """Give the scheduler what arrived; return what was cancelled. The lock is held."""
+    def _take_in(self) -> None:
+        """Give the scheduler what arrived, and end what was cancelled. The lock is held."""
         while self._arrived:
             state = self._arrived.popleft()
             self._scheduler.add(state.generation.id, state.prompt)
-        ended = [self._states[number] for number in dict.fromkeys(self._cancelled) if number in self._states]
+        ended = []
+        for number in dict.fromkeys(self._cancelled):
+            state_or_none = self._states.get(number)
+            if state_or_none is not None and self._scheduler.in_flight(number):
+                state_or_none.cancelled = True  # the thread that computes it ends it
+            elif state_or_none is not None:
+                ended.append(self._end(state_or_none, "cancelled", None))
         self._cancelled.clear()
-        return ended
+        self._hand_over(ended)
+
+    def _schedule(self) -> Step | None:
+        """A step of the requests that no thread computes now, if one more micro-batch pays. The lock is held."""
+        scheduler = self._scheduler
+        room = self.config.max_running - scheduler.running
+        batches = self._pace.split(scheduler.ready + min(scheduler.waiting, room), self._alive)
+        if self._in_flight >= batches:
+            return None
+        step = scheduler.schedule(share(scheduler.ready, batches))
+        for request in step.preempted:
+            self._states[request].preemptions += 1
+            self.model.release(request)  # before anyone else may compute it again
+        self._counters.preemptions += len(step.preempted)
+        if not step.segments:
+            return None
+        self._in_flight += 1
+        if self._in_flight < batches and (scheduler.idle or scheduler.waiting):
+            self._lock.notify()
+        return step
 
     def _runnable(self) -> bool:
         return any(state.unread < self.config.outbox_tokens for state in self._states.values())
 
-    def _step(self) -> None:
-        started = self._clock()
-        with self._lock:
-            step = self._scheduler.schedule()
-            for request in step.preempted:
-                self._states[request].preemptions += 1
-            self._counters.preemptions += len(step.preempted)
-        for request in step.preempted:
-            self.model.release(request)
-        if not step.segments:
-            with self._lock:  # something else must change first; bounded, should that go unnoticed
-                self._lock.wait(IDLE_S)
-            return
+    def _compute(self, step: Step) -> None:
+        started, busy = self._clock(), time.thread_time()
+        waited_s = 0.0
         works = [self._work(segment) for segment in step.segments]
         try:
             result = self.model.forward(works)
         except Exception as fault:  # the boundary of one step: its requests fail, the engine goes on
-            self._hand_over(self._failed(step.segments, fault))
-            return
-        deliveries = self._take_results(step.segments, result)
+            deliveries = self._failed(step.segments, fault)
+        else:
+            waited_s = result.waited_s
+            deliveries = self._take_results(step.segments, result)
         with self._lock:
+            self._in_flight -= 1
             self._counters.steps += 1
             self._counters.rows += step.rows
             self._counters.step_s += self._clock() - started
+            self._pace.observe(time.thread_time() - busy, waited_s)
         self._hand_over(deliveries)
 
     def _failed(self, segments: Sequence[Segment], fault: Exception) -> list[_Delivery]:
@@ -371,48 +429,58 @@ class Engine:
         return Work(segment, state.tokens[segment.start : segment.end], state.generation.request.metered)
 
     def _take_results(self, segments: Sequence[Segment], result: StepResult) -> list[_Delivery]:
-        """Sample where a segment samples; end what failed or is complete."""
-        deliveries: list[_Delivery] = []
+        """Sample where a segment samples; end what failed, was cancelled or is complete."""
+        sampled = [self._sample(segment, result) for segment in segments]
         with self._lock:
-            self._scheduler.advance(s for s in segments if s.request not in result.failures)
-        for segment in segments:
-            state = self._states[segment.request]
-            failure = result.failures.get(segment.request)
-            if failure is not None:
-                deliveries.append(self._end(state, "failed", failure))
-            elif segment.samples:
-                try:
-                    token = state.sampler.sample(result.logits[segment.request], state.generated)
-                except FloatingPointError as error:
-                    fault = KvasirError(f"{error}: the model or an expert's weights are damaged")
-                    deliveries.append(self._end(state, "failed", fault))
-                else:
-                    deliveries.append(self._sampled(state, token))
-        return deliveries
+            settled = map(self._settle, segments, sampled)
+            return list(itertools.chain.from_iterable(settled))
 
-    def _sampled(self, state: _State, id: int) -> _Delivery:
-        """Note one new token; end the request where it is the last."""
+    def _sample(self, segment: Segment, result: StepResult) -> list[int] | KvasirError:
+        """The new tokens that a segment gave, or why its request failed."""
+        failure = result.failures.get(segment.request)
+        if failure is not None:
+            return failure
+        state = self._states[segment.request]
+        made: list[int] = []
+        for logits in result.logits.get(segment.request, ()):
+            try:
+                made.append(state.sampler.sample(logits, state.generated + len(made)))
+            except FloatingPointError as error:
+                return KvasirError(f"{error}: the model or an expert's weights are damaged")
+        return made
+
+    def _settle(self, segment: Segment, sampled: list[int] | KvasirError) -> list[_Delivery]:
+        """What a computed segment means for its request. The lock is held."""
+        state = self._states[segment.request]
+        if isinstance(sampled, KvasirError):
+            return [self._end(state, "failed", sampled)]
+        if state.cancelled:
+            return [self._end(state, "cancelled", None)]
+        self._scheduler.advance([segment])
+        return [self._append(state, token) for token in sampled]
+
+    def _append(self, state: _State, id: int) -> _Delivery:
+        """Note one new token; end the request where it is the last. The lock is held."""
         now = self._clock()
         token = Token(id, state.generated, now)
         state.tokens.append(id)
         state.first_token_at = state.first_token_at or now
-        finish: FinishReason | None = None
-        if id in self.model.eos_ids and not state.generation.request.ignore_eos:
-            finish = "stop"
-        elif state.generated >= state.max_tokens:
-            finish = "length"
-        number = state.generation.id
-        with self._lock:
-            self._counters.tokens += 1
-            state.unread += 1
-            if finish is None:
-                self._scheduler.append(number)
-                if state.unread >= self.config.outbox_tokens:
-                    self._scheduler.pause(number, True)
-        if finish is None:
-            return (state.generation, token, False, None, None)
-        self._end(state, finish, None)
-        return (state.generation, token, True, finish, None)
+        self._counters.tokens += 1
+        state.unread += 1
+        finish = self._finish(state)
+        if finish is not None:
+            self._end(state, finish, None)
+            return (state.generation, token, True, finish, None)
+        self._scheduler.append(state.generation.id)
+        if state.unread >= self.config.outbox_tokens:
+            self._scheduler.pause(state.generation.id, True)
+        return (state.generation, token, False, None, None)
+
+    def _finish(self, state: _State) -> FinishReason | None:
+        """Whether the newest token is the last, and why."""
+        if state.tokens[-1] in self.model.eos_ids and not state.generation.request.ignore_eos:
+            return "stop"
+        return "length" if state.generated >= state.max_tokens else None
 
     def _end(self, state: _State, outcome: Outcome, error: BaseException | None) -> _Delivery:
         """Forget a request everywhere; what is left is to tell its reader."""

@@ -60,13 +60,14 @@ def held_bytes(cache: Any) -> int:
     """Bytes that the tensors in one of transformers' caches keep in memory, each storage once.
 
     A window's keys may be a view of a larger tensor, which lives as long; the states of recurrent layers lie
-    in dictionaries.
+    in dictionaries. Single numbers, such as a window's size, are not what a budget is for.
     """
     import torch
 
     kept = [value for layer in cache.layers for value in vars(layer).values()]
     kept += [state for value in kept if isinstance(value, dict) for state in value.values()]
-    storages = [value.untyped_storage() for value in kept if isinstance(value, torch.Tensor)]
+    tensors = [value for value in kept if isinstance(value, torch.Tensor) and value.dim()]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -10,9 +10,10 @@ Knows HTTP and the engine's front door. Knows no expert, window or node.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -22,6 +23,7 @@ from aiohttp import web
 
 from relay.errors import ConfigError, KvasirError, Refused
 
+from .admission import Admission
 from .answers import (
     ClientGone,
     Numerics,
@@ -78,7 +80,8 @@ class GatewayConfig:
 class Gateway:
     """The API over one engine.
 
-    `numerics` says whether the swarm's owners share one numerics class at the moment. The gateway owns
+    `numerics` says whether the swarm's owners share one numerics class at the moment; `admission` says who is
+    let in (None: everyone for whom the gateway and the engine have a place). The gateway owns
     one thread for tokenising; `close` ends it.
     """
 
@@ -89,6 +92,7 @@ class Gateway:
         engine: FrontDoor,
         prompter: Prompter,
         numerics: Callable[[], Numerics] = lambda: "exact",
+        admission: Admission | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -97,6 +101,7 @@ class Gateway:
         self._engine = engine
         self._prompter = prompter
         self._numerics = numerics
+        self._admission = admission
         self._clock = clock
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._open = 0
@@ -221,14 +226,16 @@ class Gateway:
         generations = await self._prepare(body, tally)
         sink = self._sink(request, body, tally, [generation.prompt_ids for generation in generations])
         try:
-            await run_choices(
-                self._engine,
-                self._prompter.decode,
-                generations,
-                body.sampling.stops,
-                sink.deliver,
-                tick_s=self.config.tick_s,
-            )
+            with self._admitted(len(generations)) as heard:
+                await run_choices(
+                    self._engine,
+                    self._prompter.decode,
+                    generations,
+                    body.sampling.stops,
+                    sink.deliver,
+                    tick_s=self.config.tick_s,
+                    heard=heard,
+                )
         except KvasirError as caught:
             if isinstance(sink, WholeAnswer) or not sink.started:
                 raise
@@ -238,6 +245,19 @@ class Gateway:
         response = await sink.end(self._numerics())
         self._log(tally, "completed", 200)
         return response
+
+    @contextlib.contextmanager
+    def _admitted(self, streams: int) -> Iterator[Callable[[float], None]]:
+        """Let so many streams in while the context lasts, or raise `Refused`; gives what hears of gaps."""
+        admission, started = self._admission, self._clock()
+        if admission is None:
+            yield lambda gap_s: None
+            return
+        admission.enter(started, streams)
+        try:
+            yield lambda gap_s: admission.observe(gap_s, self._clock())
+        finally:
+            admission.leave(streams, self._clock() - started)
 
     def _sink(
         self, request: web.Request, body: Body, tally: Tally, prompts: Prompts
@@ -262,6 +282,8 @@ class Gateway:
         if self._open > self.config.max_requests:
             message = f"All {self.config.max_requests} places are taken. Ask again soon."
             raise Refused("overloaded", message, retry_after_s=1.0)
+        if self._admission is not None:
+            self._admission.check(self._clock())
 
     async def _read(self, request: web.Request) -> bytes:
         """The whole body. Raises `ApiError` 408, 413, 415."""

@@ -68,7 +68,7 @@ STEADY_S: Final = 60.0
 """A direct session that lasted so long was a good one: the pauses start anew after it."""
 
 RETURN_S: Final = 2.0
-"""How long the device may take to be back, through a relay, after a direct link broke."""
+"""How long the device may take to be back on another path after its link, or its relay, broke."""
 
 SETTLE_S: Final = 1.0
 """How long a session that its device closed is looked at while a handshake is under way: it may be why."""
@@ -88,8 +88,9 @@ class DeviceLink:
 
     `dial` makes a session (raising `KvasirError`); `references` gives what to announce on it; `on_up` runs
     after the announcement of every new session, `on_down` after its end; `on_ack` takes the device's
-    countersignatures, `on_draining` its reason for going away. `improve` makes a direct session in the place
-    of one that goes through a relay, or says that there is none.
+    countersignatures, `on_draining` its reason for going away. `improve` makes a session on a better way in
+    the place of one that goes through a relay, or says that there is none; `detached` says whether that relay
+    is gone, so that the device may be reached through another.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class DeviceLink:
         on_ack: Callable[[bytes], None],
         on_draining: Callable[[str], None],
         improve: Callable[[SecureSession], Awaitable[SecureSession | None]] | None = None,
+        detached: Callable[[], bool] = lambda: False,
         rng: random.Random | None = None,
     ) -> None:
         self.device = device
@@ -113,6 +115,7 @@ class DeviceLink:
         """Set while a session is up."""
         self._dial = dial
         self._improve = improve
+        self._detached = detached
         self._references = references
         self._on_up, self._on_down = on_up, on_down
         self._on_ack, self._on_draining = on_ack, on_draining
@@ -304,7 +307,7 @@ class DeviceLink:
                 raise asyncio.CancelledError
             if session.path == "direct" and time.monotonic() - opened >= STEADY_S:
                 self._looks = 0
-            if successor is None and _broke(session):
+            if successor is None and self._broke(session):
                 successor = await self._return(reason)
         finally:
             if successor is None:
@@ -313,8 +316,14 @@ class DeviceLink:
             await session.close("closed", reason)
         return successor
 
+    def _broke(self, session: SecureSession) -> bool:
+        """Whether a link failed under its session, or its relay went, and not the device."""
+        if session.path == "direct":
+            return session.outcome in ("peer_gone", "protocol_error")
+        return self._detached()
+
     async def _return(self, reason: str) -> SecureSession | None:
-        """A direct link broke: a session with the device on another path, or None."""
+        """The link broke: a session with the device on another path, or None."""
         self._look_later()
         try:
             async with asyncio.timeout(RETURN_S):
@@ -469,11 +478,6 @@ class DeviceLink:
         pending = self._take(end.call)
         if pending is not None:
             pending.done(end)
-
-
-def _broke(session: SecureSession) -> bool:
-    """Whether a direct link failed under its session, rather than the device having ended it."""
-    return session.path == "direct" and session.outcome in ("peer_gone", "protocol_error")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import threading
 import traceback
@@ -83,14 +84,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: fp32 logits [vocabulary] of each request that samples, and requests that failed."""
+    """What one step gave: fp32 logits [sampled rows, vocabulary] of each request that samples, the requests
+    that failed, and for how many seconds the pass waited for experts without computing."""
 
     logits: Mapping[int, NDArray[np.float32]]
     failures: Mapping[int, KvasirError]
+    waited_s: float = 0.0
 
 
 class BackboneModel:
-    """A loaded backbone. One step thread at a time may call `forward`.
+    """A loaded backbone. Where it is `packed`, several threads may call `forward` at once, each for requests
+    of its own; else one.
 
     `packed` says whether requests share a forward pass, `packed_fault` why not; `chunked` whether a prompt
     may be computed in several pieces. `dispatcher` runs the experts and may be replaced between steps.
@@ -195,6 +199,11 @@ class BackboneModel:
         self.memory.release(request)
         self._caches.pop(request, None)
 
+    def trim(self, request: int, positions: int) -> None:
+        """Forget the recorded routing of a request beyond its first `positions` (rejected drafts)."""
+        if request in self._logs:
+            self._logs[request].trim(positions)
+
     def forget(self, request: int) -> None:
         """Free everything of a request."""
         self.release(request)
@@ -207,9 +216,10 @@ class BackboneModel:
         positions = [p for work in works for p in range(work.segment.start, work.segment.end)]
         padding = [0] * (total - batch.rows)
         sampling = [
-            (work.segment.request, place + work.segment.rows - 1)
-            for work, place in zip(works, batch.places, strict=True)
+            range(place + work.segment.rows - 1 - work.segment.drafts, place + work.segment.rows)
             if work.segment.samples
+            else range(0)
+            for work, place in zip(works, batch.places, strict=True)
         ]
         step = self._routing(works, batch.places, self.dispatcher)
         with packed.packed(batch):
@@ -218,17 +228,20 @@ class BackboneModel:
                 torch.tensor([tokens + padding]),
                 torch.tensor([positions + padding]),
                 self._cache,
-                [row for _, row in sampling],
+                list(itertools.chain.from_iterable(sampling)),
                 spare=total - 1,
             )
         failures = self._failures(step)
         if logits is None:
-            return StepResult({}, failures)
+            return StepResult({}, failures, step.waited_s)
         self._record(step, works, batch.places, failures)
-        made = {
-            request: logits[place] for place, (request, _) in enumerate(sampling) if request not in failures
-        }
-        return StepResult(made, failures)
+        made: dict[int, NDArray[np.float32]] = {}
+        first = 0
+        for work, rows in zip(works, sampling, strict=True):
+            if rows and work.segment.request not in failures:
+                made[work.segment.request] = logits[first : first + len(rows)]
+            first += len(rows)
+        return StepResult(made, failures, step.waited_s)
 
     def _forward_alone(self, work: Work, dispatcher: Dispatcher) -> StepResult:
         """One request's own pass; passes of several requests run at the same time."""
@@ -248,7 +261,7 @@ class BackboneModel:
         if logits is None or failures:
             return StepResult({}, failures)
         self._record(step, [work], [0], failures)
-        return StepResult({segment.request: logits[0]} if segment.samples else {}, {})
+        return StepResult({segment.request: logits} if segment.samples else {}, {})
 
     def _kept_after(self, rows: int) -> int:
         """Bytes that a text of that many rows keeps, by a pass of its own with experts that answer zeros."""

@@ -54,6 +54,7 @@ class Operator:
         app.router.add_get("/metrics", self._metrics)
         questions = {
             "status": self._status, "gaps": self._gaps, "nodes": self._nodes, "credits": self._credits,
+            "relays": self._relays,
         }  # fmt: skip
         for name, handler in questions.items():
             app.router.add_get(f"{PREFIX}/{name}", self._guard(handler, command=False))
@@ -140,6 +141,7 @@ class Operator:
             "windows": overview.show_windows(swarm, await self._ask_gaps()),
             "nodes": overview.show_nodes(swarm, await self._credit_by_wallet()),
             "dispatch": overview.show_dispatch(swarm),
+            "relays": overview.show_relays(swarm),
         }
 
     async def _gaps(self, request: web.Request) -> web.Response:
@@ -158,6 +160,10 @@ class Operator:
         swarm = self._backbone.swarm
         nodes = [] if swarm is None else overview.show_nodes(swarm, await self._credit_by_wallet())
         return web.json_response({"nodes": nodes})
+
+    async def _relays(self, request: web.Request) -> web.Response:
+        swarm = self._backbone.swarm
+        return web.json_response({"relays": [] if swarm is None else overview.show_relays(swarm)})
 
     async def _credits(self, request: web.Request) -> web.Response:
         client = self._backbone.client

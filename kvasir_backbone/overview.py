@@ -125,6 +125,7 @@ def _show_node(
         "carried_bytes": totals[0],
         "credit": None if credit is None else float(credit),
         "path": "none" if link is None else link.path,
+        "relay": swarm.relay_of(device),
         "latency_s": latency_s,
         "breaker": breaker,
         "audited": 0 if trust is None else trust.audited,
@@ -166,6 +167,23 @@ def show_dispatch(swarm: Swarm) -> dict[str, Any]:
 def show_engine(stats: EngineStats) -> dict[str, Any]:
     """The engine's figures."""
     return asdict(stats) | {"finished": dict(stats.finished)}
+
+
+def show_relays(swarm: Swarm) -> list[dict[str, Any]]:
+    """The relays that the market lists: load, the devices' and this side's round trips, who uses them."""
+    return [
+        {
+            "relay": address_of(info.key),
+            "url": info.url,
+            "load": None if info.load is None else info.load.to_fields(),
+            "devices_rtt_s": info.rtt_s,
+            "devices": info.seen_by,
+            "connected": client is not None and client.connected,
+            "rtt_s": None if client is None else client.rtt_s,
+            "sessions": sessions,
+        }
+        for info, client, sessions in swarm.relays()
+    ]
 
 
 def show_relay(meters: Meters) -> dict[str, Any]:

@@ -51,7 +51,9 @@ class KvMemory:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(
-            key.nbytes + value.nbytes for layers in self._kept.values() for key, value in layers.values()
+            key.nbytes + value.nbytes
+            for layers in list(self._kept.values())  # other threads add to them
+            for key, value in list(layers.values())
         )
 
     def store(self, segment: Segment, layer: int, keys: Tensor, values: Tensor) -> None:

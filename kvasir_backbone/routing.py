@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -54,6 +55,18 @@ class RoutingLog:
             self._joined.append(_join(self._parts))
             self._parts = []
 
+    def trim(self, positions: int) -> None:
+        """Keep the decisions of the first `positions` only."""
+        kept = sum(part.ids.shape[0] for part in self._joined) + sum(p.ids.shape[0] for p in self._parts)
+        while self._parts and kept > positions:
+            last = self._parts.pop()
+            kept -= last.ids.shape[0]
+            if kept < positions:
+                self._parts.append(last.slice(0, positions - kept))
+                return
+        if kept > positions:
+            self._joined = [_join(self._joined).slice(0, positions)]
+
     def rows(self, start: int, end: int) -> Routed:
         """The decisions of positions `start` up to `end`."""
         self._joined, self._parts = [_join(self._joined + self._parts)], []
@@ -76,7 +89,8 @@ class StepRouting:
 
     `keys` name the real rows, which come first; what follows in the batch is padding and never leaves this
     process. `replay` holds decisions taken before: (first row, `Routed`), which rows that are computed again
-    reuse. After the pass `failures` maps row -> why it failed, and `recorded()` is what was decided.
+    reuse. After the pass `failures` maps row -> why it failed, `recorded()` is what was decided, and
+    `waited_s` for how long this thread waited in the seam and computed nothing.
     """
 
     dispatcher: Dispatcher
@@ -84,6 +98,7 @@ class StepRouting:
     deadline_s: float = DEFAULT_DEADLINE_S
     replay: Sequence[tuple[int, Routed]] = ()
     failures: dict[int, DispatchFailed] = field(default_factory=dict)
+    waited_s: float = 0.0
     _ids: list[Tensor] = field(default_factory=list)
     _weights: list[Tensor] = field(default_factory=list)
 
@@ -105,6 +120,7 @@ class StepRouting:
         while live := [number for number in range(count) if number not in self.failures]:
             index = slice(0, count) if len(live) == count else torch.tensor(live)
             keys = [self.keys[number] for number in live]
+            started = time.monotonic() - time.thread_time()
             try:
                 if combine is None:
                     outputs = self.dispatcher.dispatch(layer, rows[index], ids[index], keys, self.deadline_s)
@@ -115,6 +131,8 @@ class StepRouting:
                 if failure.outputs is None:
                     continue  # once more, without the requests that failed
                 outputs = failure.outputs
+            finally:
+                self.waited_s += time.monotonic() - time.thread_time() - started
             if combine is None:
                 outputs = (outputs.float() * weights[index].float().unsqueeze(-1)).sum(1)
             out[index] = outputs.to(rows.dtype)

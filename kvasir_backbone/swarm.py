@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
@@ -30,7 +31,7 @@ import structlog
 
 from kvasir_node.calls import Buffers, Reference
 from market.client import MarketClient
-from market.messages import Change, ResyncNeeded
+from market.messages import Change, RelayInfo, ResyncNeeded
 from market.plans import Plan, PlanId, WindowHashes, sign_hashes
 from market.swarm import OperatingKey
 from market.windows import Window
@@ -39,7 +40,7 @@ from relay.errors import KvasirError, Refused, Unreachable
 from relay.identity import Certificate, PublicKey, SigningKey, address_of
 from relay.paths import PathConfig, Paths
 from relay.secure import SecureSession
-from relay.transport import RelayClient
+from relay.transport import RelayClient, relay_endpoint
 
 from .audit import NormBand, limit_of, quarantine_s
 from .auditing import References, SampledAuditor
@@ -65,6 +66,9 @@ PATHS: Final = PathConfig(relay_timeout_s=5.0)
 
 RELAYS_S: Final = 30.0
 """How often the market is asked for its list of relays."""
+
+MOVES_PER_S: Final = 500
+"""How many sessions at most begin to leave a draining relay in one second."""
 
 LONGEST_PAUSE_S: Final = 16.0
 """Bound of the pause before the market is asked again."""
@@ -142,7 +146,10 @@ class Swarm:
         self._gone: dict[PublicKey, float] = {}  # devices without claims, and since when
         self._stale: set[tuple[bytes, int]] = set()  # leases whose device refused them at that epoch
         self._starts: dict[PublicKey, int] = {}
-        self._relays: dict[str, RelayClient] = {}
+        self._relays: dict[PublicKey, RelayClient] = {}
+        self._relay_tasks: dict[PublicKey, asyncio.Task[None]] = {}
+        self._listed: dict[PublicKey, RelayInfo] = {}
+        self._ways: dict[PublicKey, Paths] = {}
         self._addresses: dict[PublicKey, tuple[str, ...]] = {}
         self._dialler = Dialler(
             http=http, local=config.local, lan=not config.relay_only, on_found=self._on_found
@@ -291,11 +298,43 @@ class Swarm:
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
                 continue
             pause = 0.2
+            self._listed = {relay.key: relay for relay in swarm.relays}
             for relay in swarm.relays:
-                if relay.url not in self._relays:
-                    self._relays[relay.url] = self._relay_client(relay.url, relay.key)
-                    self._group.create_task(self._run_relay(relay.url))
+                self._keep_relay(relay)
+            self._leave_relays()
             await asyncio.sleep(RELAYS_S)
+
+    def _keep_relay(self, relay: RelayInfo) -> None:
+        """Be connected to a relay that is listed, or that a claim names; once, wherever it is."""
+        assert self._group is not None
+        client = self._relays.get(relay.key)
+        if client is not None and client.url == relay_endpoint(relay.url):
+            return
+        if client is not None:
+            self._relay_tasks[relay.key].cancel()
+        self._relays[relay.key] = client = self._relay_client(relay.url, relay.key)
+        self._relay_tasks[relay.key] = self._group.create_task(self._run_relay(relay.key, client))
+
+    def _leave_relays(self) -> None:
+        """Try no longer to reach relays that are gone: not connected, not listed, named by no claim."""
+        named = {relay.key for holding in self.directory.all() for relay in holding.assignment.relays}
+        for key, client in list(self._relays.items()):
+            if not client.connected and key not in self._listed and key not in named:
+                self._relay_tasks[key].cancel()
+
+    def _on_relay(self, key: PublicKey) -> None:
+        """A relay was connected, or goes away: links without a session dial, those through it move."""
+        client = self._relays.get(key)
+        if client is None or not client.connected:
+            return
+        if client.leaving:
+            there = [self._links[d] for d, p in self._ways.items() if p.relay is client and d in self._links]
+            for number, link in enumerate(there):  # handshakes cost: not all in one moment
+                self._loop.call_later(number / MOVES_PER_S, link.readdressed)
+            return
+        for link in self._links.values():
+            if link.session is None:
+                link.hurry()
 
     def _relay_client(self, url: str, key: PublicKey) -> RelayClient:
         return RelayClient(
@@ -305,22 +344,24 @@ class Swarm:
             root=self._keys().certificate.swarm,
             ticket=lambda: self._market.ticket(key, start_generation=self._config.start_generation),
             start_generation=self._config.start_generation,
+            on_change=lambda: self._on_relay(key),
             http=self._http,
         )
 
-    async def _run_relay(self, url: str) -> None:
+    async def _run_relay(self, key: PublicKey, client: RelayClient) -> None:
         """The boundary for one relay: one that refuses us for good is left; a duplicate of us ends us."""
         try:
-            await self._relays[url].run()
+            await client.run()
         except* KvasirError as group:
             error = group.exceptions[0]
             if isinstance(error, Refused) and error.code == "duplicate":
                 raise Refused(
                     "duplicate", "another backbone runs with the keys of this state directory: stop one"
                 ) from None
-            _log.error("relay.refused", relay=url, reason=str(error))
+            _log.error("relay.refused", relay=client.url, reason=str(error))
         finally:
-            self._relays.pop(url, None)
+            if self._relays.get(key) is client:
+                del self._relays[key], self._relay_tasks[key]
 
     def _paths(self, device: PublicKey) -> Paths:
         """The ways to a device. A relay serves at once; a direct way is looked for when its link wants it."""
@@ -328,11 +369,20 @@ class Swarm:
             device,
             addresses=lambda: self._direct_urls(device),
             relays=lambda: list(self._relays.values()),
+            preferred=lambda: self._relays_of(device),
             handshake=lambda channel: self._shake(device, channel),
             http=self._http,
             config=PATHS,
             dial=self._dialler.dial,
         )
+
+    def _relays_of(self, device: PublicKey) -> list[PublicKey]:
+        """The relays that a device's claims say it is at, its first choice first."""
+        holdings = self.directory.of(device)
+        if not holdings:
+            return []
+        newest = max(holdings, key=lambda holding: holding.assignment.start_generation)
+        return [relay.key for relay in newest.assignment.relays]
 
     def _direct_urls(self, device: PublicKey) -> list[str]:
         link = self._links.get(device)
@@ -456,6 +506,7 @@ class Swarm:
         if link is not None:
             link.announce()
         self._note_addresses(device)
+        self._note_relays(device)
         self._follow_wallet(device)
         start = max(holding.assignment.start_generation for holding in self.directory.of(device))
         if start > self._starts.get(device, 0):
@@ -471,6 +522,19 @@ class Swarm:
         if addresses != self._addresses.get(device, ()):
             self._addresses[device] = addresses
             self._on_found(device)
+
+    def _note_relays(self, device: PublicKey) -> None:
+        """Be at the relays that the device's claims name; its session moves where it likes another better."""
+        for holding in self.directory.of(device):
+            for relay in holding.assignment.relays:
+                self._keep_relay(relay)
+        paths, link = self._ways.get(device), self._links.get(device)
+        if paths is None or link is None:
+            return
+        if link.session is None:
+            link.hurry()
+        elif paths.misplaced:
+            link.readdressed()
 
     def _follow_wallet(self, device: PublicKey) -> None:
         """A device that was granted to another wallet gets its calls paid to that one."""
@@ -539,11 +603,12 @@ class Swarm:
 
     async def _tend(self, device: PublicKey) -> None:
         """Everything about one device, until its last claim ended: the boundary for this peer."""
-        paths = self._paths(device)
+        paths = self._ways[device] = self._paths(device)
         link = DeviceLink(
             device,
             dial=paths.connect,
-            improve=None if self._config.relay_only else paths.improve,
+            improve=paths.improve,
+            detached=lambda: paths.detached,
             references=lambda: self._references(device),
             on_up=lambda: self._on_up(device),
             on_down=self._publish,
@@ -561,6 +626,8 @@ class Swarm:
             _log.exception("device.crashed", device=address_of(device))
             self._tasks.pop(device, None)
         finally:
+            if self._ways.get(device) is paths:
+                del self._ways[device]
             if self._links.get(device) is link:
                 del self._links[device]
                 self._addresses.pop(device, None)
@@ -815,6 +882,18 @@ class Swarm:
     def links(self) -> Mapping[PublicKey, DeviceLink]:
         """The link of each device that is kept."""
         return self._links
+
+    def relay_of(self, device: PublicKey) -> str | None:
+        """The relay that a device's session goes through, or None."""
+        paths, link = self._ways.get(device), self._links.get(device)
+        if paths is None or paths.relay is None or link is None or link.path != "relay":
+            return None
+        return paths.relay.url
+
+    def relays(self) -> list[tuple[RelayInfo, RelayClient | None, int]]:
+        """Each relay that is listed: what the market says, this side's connection, and its sessions there."""
+        through = Counter(p.relay.relay_key for p in self._ways.values() if p.relay is not None)
+        return [(info, self._relays.get(key), through[key]) for key, info in self._listed.items()]
 
     @property
     def relays_connected(self) -> int:

@@ -118,7 +118,7 @@ class WeightedDispatcher(SwarmDispatcher):
 
         def draw(rng: random.Random) -> tuple[Replica, Sample]:
             place = rng.randrange(len(call.rows))
-            return call.groups[0][0], sample_of_sum(run, call, place, outputs[place])
+            return sample_of_sum(run, call, place, outputs[place])
 
         return draw
 
@@ -129,15 +129,14 @@ class WeightedDispatcher(SwarmDispatcher):
         broken = unfinite_rows(outputs)
         suspects = broken or self._band.suspects(run.layer, self._weighed_rows(run, call), outputs)
         for place in suspects[:MAX_SUSPECTS]:
-            sample = sample_of_sum(run, call, place, outputs[place])
+            replica, sample = sample_of_sum(run, call, place, outputs[place])
             try:
                 d = judge_sample(sample, "stored", self._recompute, self._band)
             except KvasirError:  # no bytes here: what is not finite is refused, the rest left to audits
                 return "the reply has values that are not finite" if broken else None
-            limit = max(limit_of(replica.numerics, replica.precision) for replica, _ in call.groups)
-            if d > limit and not self._broken_here(sample):
+            if d > limit_of(replica.numerics, replica.precision) and not self._broken_here(sample):
                 if self._auditor is not None:
-                    self._auditor.rejected(call.groups[0][0], d)
+                    self._auditor.rejected(replica, d)
                 return f"a partial sum of layer {run.layer} was wrong: d = {d:.3g}"
         return None
 
@@ -163,14 +162,18 @@ class WeightedDispatcher(SwarmDispatcher):
         return run.rows[list(call.rows)].float() * size.sqrt().unsqueeze(-1)
 
 
-def sample_of_sum(run: _Run, call: WorkerCall, place: int, output: Tensor) -> Sample:
-    """The partial sum number `place` of a reply, with all that is needed to make it again."""
+def sample_of_sum(run: _Run, call: WorkerCall, place: int, output: Tensor) -> tuple[Replica, Sample]:
+    """The partial sum number `place` of a reply, with all that is needed to make it again.
+
+    The replica is the one, of those that the sum was made under, that may be off the most.
+    """
     assert run.weights is not None
     rows, experts, replicas = reply_order(call, run.flight)
     slots = [slot for _, index in call.groups for slot in run.flight.parts[index].slots]
     row = call.rows[place]
     chosen = [number for number, other in enumerate(rows) if other == row]
-    return Sample(
+    replica = max((replicas[n] for n in chosen), key=lambda each: limit_of(each.numerics, each.precision))
+    sample = Sample(
         call.layer,
         experts[chosen[0]],
         run.rows[row].clone(),
@@ -179,3 +182,4 @@ def sample_of_sum(run: _Run, call: WorkerCall, place: int, output: Tensor) -> Sa
         precisions=tuple(replicas[number].precision for number in chosen),
         weights=run.weights[[slots[number] for number in chosen]],
     )
+    return replica, sample

@@ -88,16 +88,23 @@ class Batcher(Generic[Owner]):
             return Run(key, works)
         return None
 
-    def companions(self, run: Run[Owner], now: float) -> tuple[Run[Owner], ...]:
+    def companions(
+        self, run: Run[Owner], now: float, *, at_most: int | None = None
+    ) -> tuple[Run[Owner], ...]:
         """The other experts of the run's layer and weights that its oldest call waits for.
 
         They may run together with `run`; each must then be followed by `done` or `abandon`, as `run` itself.
+        With `at_most` only so many that all of them, and `run`, have no more than that many rows together.
         """
         oldest = run.works[0]
         keys = [key for key in oldest.parts if key[:2] == run.key[:2] and key != run.key]
         runs = []
+        size = _size(run.key, run.works)
         for key in keys:
             works = tuple(work for work in self._waiting[key] if _fault(work, now) is None)
+            size += _size(key, works)
+            if at_most is not None and size > at_most:
+                break
             for work in works:
                 work.started = now if work.started is None else work.started
             if works:
@@ -132,3 +139,8 @@ def _fault(work: Work[Owner], now: float) -> Literal["cancelled", "expired"] | N
     if work.cancelled:
         return "cancelled"
     return "expired" if now > work.deadline else None
+
+
+def _size(key: ExpertKey, works: tuple[Work[Owner], ...]) -> int:
+    """Rows that these calls want from that expert."""
+    return sum(len(work.parts[key].rows) for work in works)

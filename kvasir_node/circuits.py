@@ -6,6 +6,7 @@ Knows tickets, circuits and who may shake hands. What is said inside a session i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -31,6 +32,9 @@ log = structlog.get_logger("node")
 
 TICKET_LEFT_S: Final = 30.0
 """A ticket with less than this left is replaced before it is used."""
+
+MOVE_S: Final = 60.0
+"""How long a relay that is not wanted any more is kept for the sessions through it."""
 
 Serve = Callable[[SecureSession], Awaitable[None]]
 """Serves one session until it ends; whatever it raises ends that session alone."""
@@ -83,11 +87,16 @@ class Circuits:
         self._config = config
         self._wanted: dict[str, RelayInfo] = {}
         self._changed = asyncio.Event()
+        self._clients: dict[str, RelayClient] = {}
+        self._leaving: dict[str, float] = {}  # relays that are kept for their sessions, and how long at most
         self._sessions: dict[int, SecureSession] = {}
+        self._via: dict[int, str] = {}  # the relay of each session that goes through one
         self._numbers = itertools.count()
         self._generations = GenerationBook()
         self._serials = SerialBook()
         self.tickets = TicketBook()
+        self.on_change: Callable[[], None] = lambda: None
+        """Runs whenever a relay is connected, says that it will go away, or is gone."""
 
     @property
     def called(self) -> bool:
@@ -95,9 +104,26 @@ class Circuits:
         return bool(self._sessions)
 
     def want(self, relays: Iterable[RelayInfo]) -> None:
-        """Keep connections to these relays, and to no others."""
-        self._wanted = {relay.url: relay for relay in relays}
-        self._changed.set()
+        """Keep connections to these relays, and to others only until the sessions there have moved."""
+        wanted = {relay.url: relay for relay in relays}
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._changed.set()
+
+    def connected(self, url: str) -> bool:
+        """Whether the relay at `url` has taken this node in."""
+        client = self._clients.get(url)
+        return client is not None and client.connected
+
+    def leaving(self, url: str) -> bool:
+        """Whether the relay at `url` has said that it will go away."""
+        client = self._clients.get(url)
+        return client is not None and client.leaving
+
+    def round_trip(self, url: str) -> float | None:
+        """The round trip to the relay at `url` in seconds, measured on the connection."""
+        client = self._clients.get(url)
+        return None if client is None else client.rtt_s
 
     async def run(self) -> None:
         """Keep the wanted connections until cancelled.
@@ -107,14 +133,32 @@ class Circuits:
         running: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._changed.wait()
-                self._changed.clear()
+                await self._something()
+                now = time.monotonic()
                 for url in list(running):
-                    if url not in self._wanted or running[url].done():
+                    if running[url].done() or self._may_go(url, now):
+                        self._leaving.pop(url, None)
                         running.pop(url).cancel()
                 for url, relay in self._wanted.items():
+                    self._leaving.pop(url, None)
                     if url not in running:
                         running[url] = group.create_task(self._connect(relay))
+
+    async def _something(self) -> None:
+        """Wait until something may have changed, or a relay has been kept long enough."""
+        until = min(self._leaving.values(), default=None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if until is None else max(0.0, until - time.monotonic())):
+                await self._changed.wait()
+        self._changed.clear()
+
+    def _may_go(self, url: str, now: float) -> bool:
+        """Whether the connection to a relay is of no use any more."""
+        if url in self._wanted:
+            return False
+        if url not in self._via.values() or not self._wanted:
+            return True
+        return now >= self._leaving.setdefault(url, now + MOVE_S)
 
     async def close(self, code: str, message: str) -> None:
         """End every session, telling the backbones why."""
@@ -132,10 +176,11 @@ class Circuits:
             root=member.root,
             ticket=lambda: self._ticket(relay.key),
             start_generation=self._generation,
-            on_circuit=self.take,
+            on_circuit=lambda channel: self.take(channel, relay.url),
+            on_change=lambda: self.on_change(),
             http=self._http,
         )
-        self._status.relays[relay.url] = client
+        self._status.relays[relay.url] = self._clients[relay.url] = client
         try:
             await client.run()
         except Refused as error:
@@ -147,7 +192,10 @@ class Circuits:
             self._status.notify(f"the relay {relay.url} cannot be used: {error}")
             log.error("relay.failed", url=relay.url, code=error.code, reason=str(error))
         finally:
-            self._status.relays.pop(relay.url, None)
+            if self._clients.get(relay.url) is client:
+                self._status.relays.pop(relay.url, None)
+                del self._clients[relay.url]
+            self.on_change()
 
     async def _ticket(self, relay: PublicKey) -> SignedDocument:
         ticket = self.tickets.usable(relay, now=time.time())
@@ -163,8 +211,8 @@ class Circuits:
         self.tickets.add((fresh,))
         return fresh
 
-    async def take(self, channel: Channel) -> None:
-        """One incoming circuit or direct link, from handshake to end: the boundary for this peer."""
+    async def take(self, channel: Channel, relay: str = "") -> None:
+        """One incoming circuit through `relay`, or direct link, to its end: the boundary for this peer."""
         if len(self._sessions) >= self._config.max_sessions:
             await channel.close("quota", f"this node has {len(self._sessions)} sessions already")
             return
@@ -188,15 +236,23 @@ class Circuits:
                 reason=str(error),
             )
             return
-        await self._serve_session(session)
+        await self._serve_session(session, relay)
 
-    async def _serve_session(self, session: SecureSession) -> None:
+    async def _serve_session(self, session: SecureSession, relay: str) -> None:
         backbone = session.certificate.id.hex()
         older = [s for s in self._sessions.values() if s.certificate.id == session.certificate.id]
         number = next(self._numbers)
         self._sessions[number] = session
-        self._status.sessions[number] = SessionStatus(backbone, session, time.time())
-        log.info("session.opened", backbone=backbone, path=session.path, generation=session.generation)
+        if relay:
+            self._via[number] = relay
+        self._status.sessions[number] = SessionStatus(backbone, session, time.time(), relay)
+        log.info(
+            "session.opened",
+            backbone=backbone,
+            path=session.path,
+            relay=relay or None,
+            generation=session.generation,
+        )
         reason = ""
         try:
             async with asyncio.TaskGroup() as tasks:  # a link that broke may take its time to close
@@ -208,6 +264,8 @@ class Circuits:
         finally:
             self._sessions.pop(number, None)
             self._status.sessions.pop(number, None)
+            if self._via.pop(number, None) is not None and self._leaving:
+                self._changed.set()
             await session.close()
             log.info(
                 "session.closed",

@@ -1,7 +1,8 @@
 """The compute thread: jobs in, experts run in batches, answers out.
 
 One thread owns the batcher and the experts while a job is in flight. The loop hands a job over through a
-queue and gets its outcome by `call_soon_threadsafe`, as soon as the job's last expert has run.
+queue and gets its outcome by `call_soon_threadsafe`, as soon as the job's last expert has run. A small job
+that comes while nothing waits runs in one piece (`whole.py`), all others through the batcher.
 
 Knows jobs, threads and torch. Knows no sessions: a job's peer is carried through untouched.
 """
@@ -26,8 +27,10 @@ from .batching import Batcher, Drop, ExpertKey, Part, Run, Work
 from .calls import Call, Reply
 from .holdings import Holding
 from .tensors import WIRE_TORCH, bytes_to_floats, bytes_to_rows, partial_sums, rows_to_bytes
+from .whole import SMALL_IDS, Placed, asked_twice, not_held, run_whole, runs_whole
 
 if TYPE_CHECKING:
+    from .experts import Direct
     from .peers import Peer
 
 log = structlog.get_logger("node")
@@ -52,6 +55,7 @@ class Job:
         "holdings",
         "nbytes",
         "peer",
+        "placed",
         "received",
         "row_bytes",
         "work",
@@ -74,6 +78,7 @@ class Job:
         self.received = received
         deadline = received + call.deadline_ms / 1000.0
         self.work: Work[Job] = Work(self, received, deadline, {})
+        self.placed: Placed | None = None
         self.done: Done
 
     def cancel(self) -> None:
@@ -101,18 +106,18 @@ class Job:
                     part = parts.get(key)
                     if part is None:
                         if not holding.experts.holds(call.layer, expert):
-                            raise Refused(
-                                "not_mine",
-                                f"layer {call.layer}, expert {expert} is not in {holding.experts.window}",
-                            )
+                            raise not_held(holding, call.layer, expert)
                         part = parts[key] = Part()
                     if part.rows and part.rows[-1] >= row:
-                        raise Refused("bad_request", f"row {row} asks for expert {expert} twice")
+                        raise asked_twice(row, expert)
                     part.rows.append(row)
                     part.outputs.append(output)
                     output += 1
                 at += count
         self.work.parts = parts
+        if all(holding.experts.direct is not None for holding in self.holdings):
+            self.placed = Placed(call, self.holdings[0])
+            return
         self._rows = bytes_to_rows(call.rows, call.row_count, plan.width, plan.wire_dtype).float()
         kept = torch.float32 if call.weights is not None else WIRE_TORCH[plan.wire_dtype]
         self._outputs = torch.empty(output, plan.width, dtype=kept)
@@ -135,15 +140,12 @@ class Job:
     def reply(self, now: float) -> Reply:
         """The answer, once every expert has run."""
         started = self.work.started if self.work.started is not None else now
-        outputs = self._outputs if self.call.weights is None else self._partial_sums(self.call.weights)
-        return Reply(
-            self.call.id,
-            outputs.shape[0],
-            max(0, round((now - started) * 1e6)),
-            max(0, round((started - self.received) * 1e6)),
-            rows_to_bytes(outputs),
-            weighted=self.call.weights is not None,
-        )
+        if self.placed is not None:
+            rows = self.placed.answer(self.holdings[0].experts.wire_dtype)
+        else:
+            outputs = self._outputs if self.call.weights is None else self._partial_sums(self.call.weights)
+            rows = rows_to_bytes(outputs)
+        return make_reply(self.call, rows, self.received, started, now)
 
     def _partial_sums(self, weights: bytes | bytearray | memoryview) -> Tensor:
         """One row a request row instead of one an id (see `tensors.partial_sums`), rounded once."""
@@ -151,6 +153,18 @@ class Job:
         rows = [row for group in call.groups for row, n in enumerate(group.counts) for _ in range(n)]
         sums = partial_sums(self._outputs, bytes_to_floats(weights, call.id_count), rows, call.row_count)
         return sums.to(WIRE_TORCH[plan.wire_dtype])
+
+
+def make_reply(call: Call, rows: memoryview, received: float, started: float, now: float) -> Reply:
+    """The answer to `call`, whose outputs are `rows`; times of one clock, in seconds."""
+    return Reply(
+        call.id,
+        call.output_count,
+        max(0, round((now - started) * 1e6)),
+        max(0, round((started - received) * 1e6)),
+        rows,
+        weighted=call.weights is not None,
+    )
 
 
 class Compute:
@@ -191,12 +205,10 @@ class Compute:
             while self._absorb():
                 step = self._batcher.next_step(self._clock())
                 if isinstance(step, Drop):
-                    late = Refused("expired", "the call's deadline passed before its turn came")
-                    self._deliver(step.work.owner, late if step.reason == "expired" else None)
+                    self._drop(step.work.owner, step.reason)
                 elif step is not None:
                     self._step(step)
-                    if self._rest_s is not None and (rest := self._rest_s()) > 0:
-                        time.sleep(rest)
+                    self._rest()
                 del step  # while this thread waits it keeps no window alive
 
     def _absorb(self) -> bool:
@@ -208,15 +220,39 @@ class Compute:
                 return True
             if job is None:
                 return False
-            if self._guarded((job,), job.prepare):
+            if not self._batcher and self._inbox.empty() and runs_whole(job.call, job.holdings):
+                self._alone(job)
+            elif self._guarded((job,), job.prepare):
                 self._batcher.add(job.work)
             del job
+
+    def _alone(self, job: Job) -> None:
+        """A small job while nothing waits: all of it at once."""
+        started = self._clock()
+        if job.work.cancelled or started > job.work.deadline:
+            self._drop(job, "cancelled" if job.work.cancelled else "expired")
+        elif self._guarded((job,), partial(self._run_alone, job, started)):
+            self._rest()
+
+    def _run_alone(self, job: Job, started: float) -> None:
+        rows = run_whole(job.call, job.holdings)
+        self._deliver(job, make_reply(job.call, rows, job.received, started, self._clock()))
+
+    def _drop(self, job: Job, reason: str) -> None:
+        late = Refused("expired", "the call's deadline passed before its turn came")
+        self._deliver(job, late if reason == "expired" else None)
+
+    def _rest(self) -> None:
+        if self._rest_s is not None and (rest := self._rest_s()) > 0:
+            time.sleep(rest)
 
     def _step(self, run: Run[Job]) -> None:
         holding: Holding = run.key[0]  # type: ignore[assignment]
         runs = [run]
         if holding.experts.grouped:
             runs += self._batcher.companions(run, self._clock())
+        elif holding.experts.direct is not None:
+            runs += self._batcher.companions(run, self._clock(), at_most=SMALL_IDS)
         works = tuple(dict.fromkeys(work for part in runs for work in part.works))
         if not self._guarded([work.owner for work in works], partial(self._run_experts, holding, runs)):
             for work in works:
@@ -246,6 +282,9 @@ class Compute:
 
     def _run_experts(self, holding: Holding, runs: Sequence[Run[Job]]) -> None:
         """Run one expert, or several of a layer, each for all the jobs that wait for it."""
+        if holding.experts.direct is not None:
+            _run_direct(holding.experts.direct, runs)
+            return
         inputs = [[work.owner.inputs(run.key) for work in run.works] for run in runs]
         rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in inputs]
         layer = runs[0].key[1]
@@ -261,3 +300,24 @@ class Compute:
 
     def _deliver(self, job: Job, outcome: Outcome) -> None:
         self._loop.call_soon_threadsafe(job.done, job, outcome)
+
+
+def _run_direct(direct: Direct, runs: Sequence[Run[Job]]) -> None:
+    """The same in one call of the C core."""
+    rows: list[int] = []
+    outputs: list[int] = []
+    sizes: list[int] = []
+    kinds: tuple[int, int] | None = None
+    for run in runs:
+        before = len(rows)
+        for work in run.works:
+            placed, part = work.owner.placed, work.parts[run.key]
+            assert placed is not None
+            assert kinds in (None, placed.kinds), "calls with weights and calls without do not share a plan"
+            kinds = placed.kinds
+            rows += [placed.row + row * placed.row_step for row in part.rows]
+            outputs += [placed.output + place * placed.output_step for place in part.outputs]
+        sizes.append(len(rows) - before)
+    assert kinds is not None
+    experts = [direct.addresses[run.key[1], run.key[2]] for run in runs]
+    direct.kernel.run_rows(experts, sizes, rows, outputs, kinds, direct.scratch)

@@ -43,6 +43,7 @@ from .locks import FolderLock
 from .measuring import Speed, kernel_name, measure_link, measure_machine
 from .pausing import Pausing
 from .receipts import ReceiptBook
+from .relays import RelayKeeper
 from .serving import ExpertServer
 from .state import NodeState
 from .status import NodeStatus, Phase
@@ -98,6 +99,7 @@ class Node:
         self._loader: Loader
         self._server: ExpertServer
         self._circuits: Circuits
+        self._relays: RelayKeeper
         self._listener: Listener
         self._tenancy: Tenancy
         self._volunteer: Volunteer
@@ -179,6 +181,9 @@ class Node:
             http=self._http,
             config=config,
         )
+        self._relays = RelayKeeper(
+            lambda: self._member, self._circuits, http=self._http, status=status, rng=self._rng
+        )
         self._listener = Listener(
             config, on_channel=self._circuits.take, key=member.keys.signing.public, local=self._local()
         )
@@ -187,6 +192,7 @@ class Node:
             lambda: self._loader,
             server=self._server,
             circuits=self._circuits,
+            relays=self._relays,
             status=status,
             generation=self._generation,
             heartbeat_s=config.heartbeat_s,
@@ -271,6 +277,7 @@ class Node:
             pausing = group.create_task(self._pausing.run())
             others = [
                 group.create_task(self._circuits.run()),
+                group.create_task(self._relays.run()),
                 group.create_task(self._tenancy.heartbeats()),
                 group.create_task(self._acknowledge()),
                 group.create_task(self._listener.announce()),
@@ -309,7 +316,7 @@ class Node:
         """Give everything back, as at the end, but stay; weights stay on disk, the market is not asked."""
         async with self._volunteer.claiming:
             await self._withdraw(reason)
-            self._circuits.want(())
+            self._relays.leave()
         self._status.base = Phase.PAUSED
         self._say_paused(reason)
         self._status.notify(f"paused: {reason}")

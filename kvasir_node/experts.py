@@ -7,7 +7,9 @@ could choose an expert.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -25,6 +27,7 @@ from .execution import (
     synthetic_rows,
 )
 from .ffn import TORCH, Execution, Ffn, GroupKernel, Kernel, run_expert
+from .kernels import ROW_KINDS, CpuKernel
 from .precision import hash_expert, quantisation_error, quantise
 from .recipes import ExpertTensors, Read, RecipeError, load_expert
 from .residual import residual
@@ -83,6 +86,8 @@ class WindowExperts:
         self.error = error
         self.wire_dtype = WIRE_TORCH[plan.wire_dtype]
         self._ffns = dict(ffns)
+        self.direct = _direct(execution, self._ffns, self.wire_dtype)
+        """How the C core runs experts where rows lie, or None where it does not run all of them."""
 
     @classmethod
     def load(
@@ -168,6 +173,29 @@ class WindowExperts:
         with torch.inference_mode():
             outputs = kernel.run_group(ffns, [part.float().contiguous() for part in rows])
             return [out.to(part.dtype) for out, part in zip(outputs, rows, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Experts as the C core knows them: its kernel, the address of each (layer, expert), and the scratch
+    that any of them needs in bytes. `kind` is the wire dtype's.
+    """
+
+    kernel: CpuKernel
+    addresses: Mapping[tuple[int, int], int]
+    scratch: int
+    kind: int
+
+
+def _direct(execution: Execution, ffns: Mapping[tuple[int, int], Ffn], wire: torch.dtype) -> Direct | None:
+    kernel = execution.kernel
+    kind = ROW_KINDS.get(wire)
+    if not isinstance(kernel, CpuKernel) or kind is None or sys.byteorder == "big":
+        return None  # rows on the wire are little-endian, and the core reads them as they are
+    addresses = {key: address for key, ffn in ffns.items() if (address := kernel.address(ffn)) is not None}
+    if not ffns or len(addresses) < len(ffns):
+        return None
+    return Direct(kernel, addresses, kernel.group_scratch(tuple(addresses.values())), kind)
 
 
 def _probed(count: int) -> frozenset[int]:

@@ -96,11 +96,15 @@ class SessionView(Protocol):
 
 @dataclass(slots=True)
 class SessionStatus:
-    """One session with the backbone of that id (hex); `since` in Unix seconds."""
+    """One session with the backbone of that id (hex), through `relay` (its URL) unless that is empty.
+
+    `since` in Unix seconds.
+    """
 
     backbone: str
     session: SessionView
     since: float
+    relay: str = ""
 
 
 @dataclass(slots=True)
@@ -147,6 +151,8 @@ class NodeStatus:
         self.market = MarketStatus()
         self.windows: dict[bytes, WindowStatus] = {}
         self.relays: dict[str, RelayView] = {}
+        self.relay_loads: dict[str, float] = {}
+        """URL -> how busy that relay says it is, from 0 to 1."""
         self.sessions: dict[int, SessionStatus] = {}
         self.notices: deque[Notice] = deque(maxlen=NOTICES)
         self._base = Phase.STARTING
@@ -241,14 +247,21 @@ class NodeStatus:
             },
             "windows": [_window_fields(window) for window in self.windows.values()],
             "relays": [
-                {"url": relay.url, "connected": relay.connected, "rtt_s": relay.rtt_s}
-                for relay in self.relays.values()
+                {
+                    "url": url,
+                    "connected": relay.connected,
+                    "rtt_s": relay.rtt_s,
+                    "load": self.relay_loads.get(url),
+                    "sessions": sum(session.relay == url for session in self.sessions.values()),
+                }
+                for url, relay in self.relays.items()
             ],
             "direct": list(self.listening()),
             "sessions": [
                 {
                     "backbone": session.backbone,
                     "path": session.session.path,
+                    "relay": session.relay or None,
                     "generation": session.session.generation,
                     "age_s": round(now - session.since, 1),
                     "bytes_sent": session.session.bytes_sent,
@@ -298,13 +311,13 @@ def describe(snapshot: Mapping[str, Any]) -> list[str]:
     ]
     lines += [
         f"relay    {relay['url']} "
-        + (f"connected{_rtt(relay['rtt_s'])}" if relay["connected"] else "not connected")
+        + (f"connected{_rtt(relay['rtt_s'])}{_load(relay)}" if relay["connected"] else "not connected")
         for relay in snapshot["relays"]
     ]
     if snapshot["direct"]:
         lines.append(f"direct   {', '.join(snapshot['direct'])}")
     lines += [
-        f"session  backbone {session['backbone'][:8]} over {session['path']}, {_duration(session['age_s'])}, "
+        f"session  backbone {session['backbone'][:8]} over {_way(session)}, {_duration(session['age_s'])}, "
         f"{format_size(session['bytes_received'])} in, {format_size(session['bytes_sent'])} out"
         for session in snapshot["sessions"]
     ]
@@ -336,6 +349,15 @@ def _window_line(window: Mapping[str, Any]) -> str:
 
 def _rtt(seconds: float | None) -> str:
     return "" if seconds is None else f", {1000 * seconds:.0f} ms"
+
+
+def _load(relay: Mapping[str, Any]) -> str:
+    load = "" if relay.get("load") is None else f", {relay['load']:.0%} busy"
+    return f"{load}, carries {relay['sessions']}" if relay.get("sessions") else f"{load}, standing by"
+
+
+def _way(session: Mapping[str, Any]) -> str:
+    return f"the relay {session['relay']}" if session.get("relay") else str(session["path"])
 
 
 def _duration(seconds: float) -> str:

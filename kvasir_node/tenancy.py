@@ -24,6 +24,7 @@ from .circuits import Circuits
 from .joining import Membership
 from .leases import LeaseClock, next_beat_s
 from .loading import LoadedWindow, Loader
+from .relays import RelayKeeper
 from .serving import ExpertServer
 from .status import Backoff, NodeStatus, WindowStatus
 
@@ -71,6 +72,7 @@ class Tenancy:
         *,
         server: ExpertServer,
         circuits: Circuits,
+        relays: RelayKeeper,
         status: NodeStatus,
         generation: int,
         heartbeat_s: float,
@@ -81,6 +83,7 @@ class Tenancy:
         self._loader = loader
         self._server = server
         self._circuits = circuits
+        self._relays = relays
         self._status = status
         self._generation = generation
         self._heartbeat_s = heartbeat_s
@@ -88,6 +91,7 @@ class Tenancy:
         self._rng = rng
         self._held: dict[bytes, Held] = {}
         self._beat_now = asyncio.Event()
+        relays.on_change = self._beat_now.set
         self.room = asyncio.Event()
 
     @property
@@ -135,7 +139,7 @@ class Tenancy:
         held = Held(LeaseClock.start(lease, sent_at), shown, kept)
         self._held[lease.id] = held
         self._status.windows[lease.id] = shown
-        self._circuits.want(relay for one in self.held for relay in one.clock.lease.relays)
+        self._relays.need()
         self._beat_now.set()
         log.info(
             "claim.granted",
@@ -268,7 +272,8 @@ class Tenancy:
         beats = tuple(
             LeaseBeat(held.clock.lease.id, held.clock.epoch, held.shown.done_bytes) for held in self.held
         )
-        answer = await self._member().market.heartbeat(Heartbeat(self._generation, beats, self._addresses()))
+        beat = Heartbeat(self._generation, beats, self._addresses(), self._relays.readings())
+        answer = await self._member().market.heartbeat(beat)
         self._status.market_answered()
         self._circuits.tickets.add(answer.tickets)
         for notice in answer.notices:

@@ -68,6 +68,10 @@ class Children:
                 start_new_session=os.name != "nt",
             )
 
+    def pid(self, name: str) -> int:
+        """That child's process id."""
+        return self._children[name].pid
+
     def log(self, name: str) -> Path:
         """Where that child's output is."""
         return self._folder / f"{name}.log"

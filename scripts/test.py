@@ -2,16 +2,20 @@
 
     python3 scripts/test.py                     everything; async tests on the default loop and on uvloop
     python3 scripts/test.py tests/relay -x      the same checks, and only those tests
+    python3 scripts/test.py --loop both         each async test on both loops, not only those of sockets
     python3 scripts/test.py --no-uvloop         as on a machine without uvloop (Windows)
+    python3 scripts/test.py -n 0                in one process instead of one for each processor
 
-All checks run even where an earlier one failed; the last lines say which passed. The exit status is 0 only
-if all of them did. Tests that fail run once more, by themselves: what passes then is named in the summary as
-unsteady (a busy machine, mostly), and what fails again has failed.
+Files of tests run side by side in as many processes as there are processors, four at most. All checks run
+even where an earlier one failed; the last lines say which passed. The exit status is 0 only if all of them
+did. Tests that fail run once more, by themselves: what passes then is named in the summary as unsteady (a
+busy machine, mostly), and what fails again has failed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +25,7 @@ from _env import ROOT, enter
 
 PACKAGES = ("relay", "market", "kvasir_node", "kvasir_backbone")
 LAST_FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
+MOST_PROCESSES = 4
 MOST_UNSTEADY = 12
 """More failures than this are no accident and get no second try."""
 
@@ -41,8 +46,14 @@ def checks(arguments: list[str]) -> list[Check]:
         Check("ruff format", ("ruff", "format", "--check", ".")),
         Check("mypy strict", ("mypy", *packages)),
         Check("import order", ("pytest", "-q", "tests/test_import_order.py")),
-        Check("tests", ("pytest", "-q", "--loop", "both", *arguments)),
+        Check("tests", ("pytest", "-q", "--loop", "mixed", *side_by_side(), *arguments)),
     ]
+
+
+def side_by_side() -> tuple[str, ...]:
+    """pytest's arguments for one process a processor; a file's tests stay together, with their fixtures."""
+    processes = min(os.cpu_count() or 1, MOST_PROCESSES)
+    return ("-n", str(processes), "--dist", "loadfile") if processes > 1 else ()
 
 
 def run(check: Check) -> tuple[bool, float]:
@@ -68,7 +79,8 @@ def run_tests(check: Check) -> tuple[bool, float, list[str]]:
     unsteady = [] if passed else last_failed()
     if not 0 < len(unsteady) <= MOST_UNSTEADY:
         return passed, seconds, []
-    again = Check("second try", (*check.command, "--last-failed", "--last-failed-no-failures", "none"))
+    alone = ("-n", "0", "--last-failed", "--last-failed-no-failures", "none")
+    again = Check("second try", (*check.command, *alone))
     passed, more = run(again)
     still = set(last_failed()) if not passed else set()
     return passed, seconds + more, [test for test in unsteady if test not in still]

@@ -2,7 +2,9 @@
 
 pytest                  async tests on the default loop
 pytest --loop uvloop    on uvloop
-pytest --loop both      on each (what scripts/test.py does); uvloop is left out where it does not exist
+pytest --loop both      on each; uvloop is left out where it does not exist
+pytest --loop mixed     on each in the tests of sessions, relays and swarms, on one of the two, by the test's
+                        name, in all others (what scripts/test.py does)
 pytest --no-uvloop      as if uvloop were not installed, child processes too
 """
 
@@ -13,6 +15,7 @@ import importlib.util
 import logging
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 # Before anything imports torch: two spinning OpenMP pools on few cores are far slower than one thread each.
@@ -25,6 +28,9 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+ON_EACH_LOOP = frozenset({"relay", "swarm"})
+"""Folders whose tests depend on how an event loop treats sockets."""
+
 OPTIONAL = "optional: "
 """A skip whose reason begins so is allowed in CI; any other skip fails there."""
 
@@ -34,7 +40,7 @@ settings.load_profile("kvasir")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    choices = ("default", "uvloop", "both")
+    choices = ("default", "uvloop", "both", "mixed")
     parser.addoption("--loop", choices=choices, default="default", help="event loop of the async tests")
     parser.addoption("--no-uvloop", action="store_true", help="as if uvloop were not installed")
 
@@ -48,13 +54,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"event loops: {', '.join(_loops(config))}; skips {'fail (CI)' if IN_CI else 'are reported'}"
+    loops = f"{config.getoption('--loop')} of {', '.join(_loops(config))}"
+    return f"event loops: {loops}; skips {'fail (CI)' if IN_CI else 'are reported'}"
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return _loops(config)
+    loops = _loops(config)
+    if config.getoption("--loop") != "mixed" or item.path.parent.name in ON_EACH_LOOP:
+        return loops
+    number = zlib.crc32(item.nodeid.encode()) % len(loops)  # the same one in every run and process
+    return dict([list(loops.items())[number]])
 
 
 def _has_uvloop() -> bool:
@@ -64,9 +75,9 @@ def _has_uvloop() -> bool:
 def _loops(config: pytest.Config) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     chosen = config.getoption("--loop")
     loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
-    if chosen in ("default", "both"):
+    if chosen != "uvloop":
         loops["default"] = asyncio.new_event_loop
-    if chosen in ("uvloop", "both") and _has_uvloop():
+    if chosen != "default" and _has_uvloop():
         import uvloop
 
         loops["uvloop"] = uvloop.new_event_loop

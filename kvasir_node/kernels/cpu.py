@@ -17,7 +17,8 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -33,7 +34,7 @@ from ..formulas import apply_formula, has_gate
 from ..numerics import DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 from ..recipes import ExpertTensors
 from .build import BUILD_TIMEOUT_S, BuildError, build, cache_folder, find_compiler, usable
-from .native import ExpertHeader, Isa, Library
+from .native import KINDS, ExpertHeader, Isa, Library
 from .packing import PackedMatrix
 
 log = structlog.get_logger("node")
@@ -43,6 +44,12 @@ FAMILY: Final = "c1"
 
 ACTIVATIONS: Final = {"stored": "none", "bf16": "none", "int8": "int16", "int4": "int16"}
 """Precision -> how rows are quantised before a product."""
+
+GROUP_ROWS: Final = 64
+"""Rows of one expert that the C core takes at once (csrc/kvasir.h, ROWS)."""
+
+ROW_KINDS: Final = {torch.float32: KINDS["fp32"], torch.bfloat16: KINDS["bf16"]}
+"""Dtypes of rows that `CpuKernel.run_rows` reads and writes -> their kind in the C core."""
 
 SELF_CHECK: Final = "6288fe73a14542bea9fa6038970e581dd85a0d310f90ed372bec0529a5d12ba2"
 """SHA-256 of what `_digest` computes: the same bits on every machine, instruction set and compiler."""
@@ -79,7 +86,7 @@ class CpuKernel:
     def ffn(self, rows: Tensor, gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix) -> Tensor:
         """down @ (silu(gate @ x) * (up @ x)) for rows [n, W] as fp32 [n, W]."""
         if self.threads == 1:
-            return _FusedFfn(self, gate, up, down)(rows)
+            return FusedFfn(self, gate, up, down)(rows)
         hidden, other = self.linear(rows, gate), self.linear(rows, up)
         self.library.silu_mul(self.isa.number, hidden.data_ptr(), other.data_ptr(), hidden.numel())
         return self.linear(hidden, down)
@@ -101,7 +108,7 @@ class CpuKernel:
             matrices[role] = packed
         plain = formula.name == "swiglu" and formula.activation == "silu" and not tensors.vectors
         if plain and self.threads == 1:
-            return _FusedFfn(self, matrices["gate"], matrices["up"], matrices["down"])
+            return FusedFfn(self, matrices["gate"], matrices["up"], matrices["down"])
         if plain:
             return lambda rows: self.ffn(rows, matrices["gate"], matrices["up"], matrices["down"])
         return self._composed(matrices, dict(tensors.vectors), formula)
@@ -151,6 +158,38 @@ class CpuKernel:
         for other in others:
             other.result()
 
+    def address(self, ffn: Ffn) -> int | None:
+        """Where the C core finds an expert that was bound here, or None if it does not run as a whole."""
+        return ffn.address if isinstance(ffn, FusedFfn) and ffn.library is self.library else None
+
+    def group_scratch(self, experts: Sequence[int]) -> int:
+        """The scratch that `run_rows` needs for any of these experts, in bytes."""
+        pointers = array("Q", experts)
+        return int(self.library.group_scratch(pointers.buffer_info()[0], len(pointers), GROUP_ROWS))
+
+    def run_rows(
+        self,
+        experts: Sequence[int],
+        sizes: Sequence[int],
+        rows: Sequence[int],
+        outputs: Sequence[int],
+        kinds: tuple[int, int],
+        scratch: int,
+    ) -> None:
+        """Some experts, each on rows of its own, in one call of the C core: the bits are those of `bind`'s.
+
+        `experts` are addresses (`address`), `sizes` how many rows each has; `rows` and `outputs` the
+        addresses of every row, expert after expert, and of where its output goes; `kinds` the kinds of rows
+        and outputs (`ROW_KINDS`), `scratch` the bytes that `group_scratch` says. All must stay alive.
+        """
+        pointers, counts = array("Q", experts), array("i", sizes)
+        sources, targets = array("Q", rows), array("Q", outputs)
+        assert len(sources) == len(targets) == sum(counts)
+        self.library.group(
+            self.isa.number, pointers.buffer_info()[0], counts.buffer_info()[0], len(pointers),
+            sources.buffer_info()[0], targets.buffer_info()[0], *kinds, self.scratch(scratch),
+        )  # fmt: skip
+
     def scratch(self, size: int) -> int:
         """The address of `size` bytes that this thread reuses."""
         kept: Tensor | None = getattr(self._local, "bytes", None)
@@ -161,7 +200,7 @@ class CpuKernel:
         return kept.data_ptr()
 
 
-class _FusedFfn:
+class FusedFfn:
     """One expert's whole gated FFN in one call of the C core, on one thread."""
 
     def __init__(self, kernel: CpuKernel, gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix) -> None:
@@ -169,16 +208,17 @@ class _FusedFfn:
         self._kernel = kernel
         self._matrices = (gate, up, down)  # their memory is read by address
         self._header = ExpertHeader(gate.header, up.header, down.header)
-        self._address = ctypes.addressof(self._header)
+        self.address = ctypes.addressof(self._header)
+        self.library = kernel.library
         self._width = down.shape[0]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """fp32 rows [n, W], contiguous -> fp32 rows [n, W]."""
         _check_rows(rows, self._width)
-        count, library = rows.shape[0], self._kernel.library
+        count, library = rows.shape[0], self.library
         out = torch.empty(count, self._width, dtype=torch.float32)
-        scratch = self._kernel.scratch(library.ffn_scratch(self._address, count))
-        library.ffn(self._kernel.isa.number, self._address, rows.data_ptr(), count, out.data_ptr(), scratch)
+        scratch = self._kernel.scratch(library.ffn_scratch(self.address, count))
+        library.ffn(self._kernel.isa.number, self.address, rows.data_ptr(), count, out.data_ptr(), scratch)
         return out
 
 
@@ -252,7 +292,7 @@ def _checked(library: Library, precision: str, isa: str | None, threads: int) ->
         if isa not in (None, candidate.name):
             continue
         kernel = CpuKernel(library, candidate, precision, threads=threads)
-        if _digest(kernel) == SELF_CHECK:
+        if _digest(kernel) == SELF_CHECK and _groups_agree(kernel):
             return kernel
         tried.append(candidate.name)
     if tried:
@@ -279,6 +319,22 @@ def _digest(kernel: CpuKernel) -> str:
             for result in (kernel.linear(rows, gate), kernel.ffn(rows, gate, up, down)):
                 digest.update(result.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _groups_agree(kernel: CpuKernel) -> bool:
+    """Whether experts run together, rows and outputs in bf16, give the bits of each alone."""
+    packed = [kernel.pack(DenseMatrix(_noise(shape, 5))) for shape in ((24, 40), (24, 40), (40, 24))]
+    gate, up, down = (matrix for matrix in packed if matrix is not None)
+    ffn = FusedFfn(CpuKernel(kernel.library, kernel.isa), gate, up, down)
+    rows = _noise((70, 40), 6).to(torch.bfloat16)
+    outputs = torch.zeros(72, 40, dtype=torch.bfloat16)
+    kind, places = ROW_KINDS[torch.bfloat16], [*range(70), 3, 69]
+    kernel.run_rows(
+        [ffn.address, ffn.address], [70, 2], [rows.data_ptr() + 80 * place for place in places],
+        [outputs.data_ptr() + 80 * place for place in range(72)], (kind, kind),
+        kernel.group_scratch([ffn.address]),
+    )  # fmt: skip
+    return torch.equal(outputs, ffn(rows.float()).to(torch.bfloat16)[places])
 
 
 def _noise(shape: tuple[int, ...], seed: int) -> Tensor:

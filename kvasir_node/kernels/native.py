@@ -59,6 +59,12 @@ _SIGNATURES: Final = {
     "kv_silu_mul": (None, (_INT, _POINTER, _POINTER, _LONG)),
     "kv_ffn_scratch": (_LONG, (_POINTER, _INT)),
     "kv_ffn": (None, (_INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER)),
+    "kv_group_scratch": (_LONG, (_POINTER, _INT, _INT)),
+    "kv_group": (None, (_INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)),
+    "kv_outside": (
+        _INT,
+        (_INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _LONG, ctypes.c_float, ctypes.c_float),
+    ),
 }
 
 
@@ -89,6 +95,9 @@ class Library:
         self.silu_mul = loaded.kv_silu_mul
         self.ffn_scratch = loaded.kv_ffn_scratch
         self.ffn = loaded.kv_ffn
+        self.group_scratch = loaded.kv_group_scratch
+        self.group = loaded.kv_group
+        self.outside = loaded.kv_outside
         self._loaded = loaded
 
     def isas(self, *, slow: bool = False) -> tuple[Isa, ...]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import shutil
 import socket
@@ -27,7 +26,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import aiohttp
 from _processes import Children, Failed
@@ -223,7 +221,7 @@ class Place:
 def swarm(
     folder: Path, model: Path, cut: Cut, round_trip_s: float, upload: float, more: Sequence[str]
 ) -> Iterator[Place]:
-    """A backbone and nodes that reach it through proxies only. States are kept in `folder` for another start."""
+    """A backbone, and nodes that reach it through proxies only. Their states lie in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         children = stack.enter_context(Children(folder))
@@ -262,7 +260,8 @@ def proxy(target: int, round_trip_s: float, upload: float) -> Iterator[int]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdin is not None
     try:
         yield int(json.loads(process.stdout.readline())["port"])
     finally:
@@ -283,18 +282,18 @@ def free_port() -> int:
 
 def round_trip(count: int = 40) -> float:
     """The median round trip of 1 KiB through a delay proxy to an echo, in seconds."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        with proxy(listener.getsockname()[1], ROUND_TRIP_S, 0.0) as port:
-            near = socket.create_connection(("127.0.0.1", port), timeout=10)
-            far, _ = listener.accept()
-            times = []
-            with closing(near), closing(far):
-                for _ in range(count):
-                    started = time.perf_counter()
-                    near.sendall(bytes(1024))
-                    far.sendall(_exactly(far, 1024))
-                    _exactly(near, 1024)
-                    times.append(time.perf_counter() - started)
+    with ExitStack() as stack:
+        listener = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+        port = stack.enter_context(proxy(listener.getsockname()[1], ROUND_TRIP_S, 0.0))
+        near = stack.enter_context(closing(socket.create_connection(("127.0.0.1", port), timeout=10)))
+        far = stack.enter_context(closing(listener.accept()[0]))
+        times = []
+        for _ in range(count):
+            started = time.perf_counter()
+            near.sendall(bytes(1024))
+            far.sendall(_exactly(far, 1024))
+            _exactly(near, 1024)
+            times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 

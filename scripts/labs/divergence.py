@@ -29,7 +29,7 @@ from kvasir_backbone.seam import Dispatcher, RowKey
 
 from . import Report, table
 from .inprocess import Experts, InProcessSwarm, one_thread
-from .mixes import BF16, INT8, MIXES, WATCHED, Mix
+from .mixes import BF16, BF16_BACKBONE, INT8, MIXES, WATCHED, Mix
 from .residuals import Residuals, WatchedStep, watch_streams
 from .scores import Score, first_difference, forked_share
 from .svg import Bars, page
@@ -46,6 +46,8 @@ NEW: Final = 64
 """Tokens written after each."""
 TEXTS: Final = 24
 """Texts that a mix writes each way."""
+SHORT: Final = frozenset({INT8, BF16, BF16_BACKBONE, *WATCHED[:1]})
+"""Mixes of the short form."""
 KV_BYTES: Final = 256 << 20
 
 
@@ -84,7 +86,7 @@ class Laboratory:
         self.outcomes = [self._outcome(mix) for mix in mixes]
 
     def _outcome(self, mix: Mix) -> Outcome:
-        swarm = InProcessSwarm(self.experts, mix.nodes, wire_dtype=mix.dtype)
+        swarm = InProcessSwarm(self.experts, mix.nodes, wire_dtype=mix.wire_dtype)
         return Outcome(mix, swarm, OwnRouters(self.models[mix.dtype], swarm))
 
     def read_all(self, rows: int) -> None:
@@ -195,8 +197,7 @@ def run(options: argparse.Namespace) -> Report:
     """Measure; see the module docstring."""
     one_thread()
     path = options.model or bundled_model_path()
-    mixes = MIXES[-4:] if options.short else MIXES
-    mixes = tuple(m for m in MIXES if m in mixes or m.name in (INT8, BF16))
+    mixes = tuple(mix for mix in MIXES if not options.short or mix.name in SHORT)
     length = 64 if options.short else LENGTH
     lab = Laboratory(path, mixes, length=length, most=8 if options.short else None)
     lab.read_all(512 if options.short else ROWS)
@@ -221,7 +222,7 @@ def report(
     own = sum(outcome.routers.decisions for outcome in outcomes)
     forks = [f for o in outcomes for way, f in o.forks.items() if way in ("greedy", "sampled")]
     places = sorted(place for outcome in outcomes for place in outcome.first_forks)
-    bf16, int8 = by_name[BF16].ruled, by_name[INT8].ruled
+    bf16, int8, whole = (by_name[name].ruled for name in (BF16, INT8, BF16_BACKBONE))
     figures: dict[str, object] = {
         "decisions": decisions,
         "with_authority_mismatches": mismatches,
@@ -234,6 +235,8 @@ def report(
         "top1_int8": int8.top1,
         "perplexity_change_bf16": bf16.perplexity_change,
         "perplexity_change_int8": int8.perplexity_change,
+        "top1_bf16_backbone": whole.top1,
+        "perplexity_change_bf16_backbone": whole.perplexity_change,
         "bit_equal_share": residuals.bit_equal / residuals.replies,
         "within_tolerance_share": residuals.within / residuals.replies,
         "worst_d": residuals.worst,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from kvasir_node.calls import Buffers, Call, Reply, decode, encode
 from kvasir_node.compute import Job
 from kvasir_node.experts import Execution, WindowExperts, choose_execution
 from kvasir_node.holdings import Holding
+from kvasir_node.tensors import WIRE_TORCH
 from market.plans import Plan
 from market.windows import Window
 from relay.identity import PublicKey
@@ -127,6 +129,8 @@ class InProcessSwarm:
     ) -> None:
         self.plan = experts.plan(wire_dtype)
         self.log = ExecutionLog()
+        self.lock = threading.Lock()
+        """One dispatch at a time: an engine has several step threads, and the log is read after each."""
         self.nodes = [LabNode(spec, _device(number)) for number, spec in enumerate(specs)]
         self.windows = WindowMap(self.plan)
         self.owner_of: dict[Window, LabNode] = {}
@@ -185,11 +189,13 @@ class InProcessSwarm:
         self, layer: int, rows: Tensor, ids: Tensor, keys: Sequence[RowKey], deadline_s: float
     ) -> Tensor:
         """See `Dispatcher.dispatch`."""
-        outputs = self._dispatcher.dispatch(layer, rows, ids, keys, deadline_s)
-        self.decisions += len(rows)
-        self.mismatches += mismatches(rows, ids, self.log.take(layer))
-        if self.seen is not None:
-            self.seen(layer, rows, ids, outputs)
+        kept, rows = rows.dtype, rows.to(WIRE_TORCH[self.plan.wire_dtype])
+        with self.lock:
+            outputs = self._dispatcher.dispatch(layer, rows, ids, keys, deadline_s).to(kept)
+            self.decisions += len(rows)
+            self.mismatches += mismatches(rows, ids, self.log.take(layer))
+            if self.seen is not None:
+                self.seen(layer, rows, ids, outputs)
         return outputs
 
     # --- the dispatcher's lines ----------------------------------------------------------------------

@@ -10,12 +10,19 @@ from .inprocess import NodeSpec
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One swarm. `dtype` is the backbone's compute dtype, and so the wire's. `texts`: generate with it too."""
+    """One swarm. `dtype` is the backbone's compute dtype, which the product's wire has too; `wire` another one,
+    for what rounding rows and outputs alone does. `texts`: generate with it as well."""
 
     name: str
     dtype: str
     nodes: tuple[NodeSpec, ...]
     texts: bool = False
+    wire: str = ""
+
+    @property
+    def wire_dtype(self) -> str:
+        """What rows and outputs travel in."""
+        return self.wire or self.dtype
 
 
 _STORED, _INT8, _INT4 = NodeSpec("stored"), NodeSpec("int8"), NodeSpec("int4")
@@ -37,14 +44,15 @@ MIXES: Final = (
         (_STORED, NodeSpec("int8", "torch", batch=64), _INT4, NodeSpec("int8", batch=7)),
         texts=True,
     ),
-    Mix("bf16 rows, stored", "bfloat16", (NodeSpec(router_dtype="bfloat16"),) * 4),
+    Mix("bf16 experts", "float32", (NodeSpec(router_dtype="bfloat16"),) * 4, wire="bfloat16"),
+    Mix("all in bf16", "bfloat16", (NodeSpec(router_dtype="bfloat16"),) * 4),
     Mix(
-        "bf16 rows, stored routed in bf16 and fp32",
+        "all in bf16, two kernels, routers bf16 and fp32",
         "bfloat16",
         (NodeSpec(router_dtype="bfloat16"), NodeSpec("stored", "torch", router_dtype="float32")),
     ),
     Mix(
-        "bf16 rows, stored, int8 and int4, two kernels",
+        "bf16 with stored, int8 and int4, two kernels",
         "bfloat16",
         (
             NodeSpec("stored", "torch", router_dtype="bfloat16"),
@@ -57,6 +65,7 @@ MIXES: Final = (
 """Every mix reads the whole held-out text once with authority and once without."""
 
 INT8: Final = "int8"
-BF16: Final = "bf16 rows, stored"
-WATCHED: Final = ("stored, int8 and int4, two kernels", "bf16 rows, stored, int8 and int4, two kernels")
+BF16: Final = "bf16 experts"
+BF16_BACKBONE: Final = "all in bf16"
+WATCHED: Final = ("stored, int8 and int4, two kernels", "bf16 with stored, int8 and int4, two kernels")
 """Mixes whose every reply is recomputed on a part of the text."""

@@ -219,3 +219,92 @@ def test_how_a_request_is_computed_the_first_time_depends_on_nobody_else(
     crowd.add(0, prompt, wanted)
     crowd.drain()
     assert crowd.first_pass[0] == alone.first_pass[0]
+
+
+@dataclass
+class Overlapping:
+    """Steps that overlap and carry drafts: whatever is in flight stays untouched until it lands."""
+
+    scheduler: Scheduler
+    rng: random.Random
+    wanted: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    kv: dict[int, int] = field(default_factory=dict)
+    out: list[Step] = field(default_factory=list)
+
+    def add(self, request: int, prompt: int, wanted: int) -> None:
+        self.scheduler.check(prompt, wanted + 4)
+        self.scheduler.add(request, prompt)
+        self.lengths[request], self.wanted[request] = prompt, prompt + wanted
+
+    def begin(self) -> bool:
+        flying = {segment.request for step in self.out for segment in step.segments}
+        share = self.rng.choice([None, 1, 2])
+        step = self.scheduler.schedule(share, lambda requests, _: {r: self.rng.randrange(5) for r in requests})
+        assert not flying & set(step.preempted)
+        assert not flying & {segment.request for segment in step.segments}
+        for request in step.preempted:
+            self.kv[request] = 0
+        for segment in step.segments:
+            assert self.scheduler.in_flight(segment.request)
+            assert segment.start == self.kv.get(segment.request, 0)
+            assert segment.end - segment.drafts <= self.lengths[segment.request]
+            assert segment.end <= segment.capacity
+            assert not segment.drafts or (segment.rowwise and segment.samples and not segment.replayed)
+        if step.segments:
+            self.out.append(step)
+        return bool(step.segments)
+
+    def land(self) -> None:
+        step = self.out.pop(self.rng.randrange(len(self.out)))
+        for segment in step.segments:
+            rejected = self.rng.randrange(segment.drafts + 1)
+            self.scheduler.advance([segment], {segment.request: rejected})
+            self.kv[segment.request] = segment.end - rejected
+            if segment.samples:
+                tokens = 1 + segment.drafts - rejected
+                self.scheduler.append(segment.request, tokens)
+                self.lengths[segment.request] += tokens
+            if self.lengths[segment.request] >= self.wanted[segment.request]:
+                self.scheduler.finish(segment.request)
+                self.kv.pop(segment.request)
+        held = sum(-(-self.kv[r] // self.scheduler.config.block_tokens) for r in self.kv)
+        assert held <= self.scheduler.config.total_blocks - self.scheduler.free_blocks
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=8),
+    st.integers(16, 40),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+)
+def test_steps_may_overlap(requests: list[tuple[int, int]], blocks: int, threads: int, seed: int) -> None:
+    scheduler = Scheduler(_config(total_blocks=blocks))
+    driver = Overlapping(scheduler, random.Random(seed))
+    for number, (prompt, wanted) in enumerate(requests):
+        driver.add(number, prompt, wanted)
+    for _ in range(5000):
+        began = len(driver.out) < threads and driver.begin()
+        if not began and driver.out:
+            driver.land()
+        elif not began and scheduler.running + scheduler.waiting == 0:
+            break
+    assert (scheduler.running, scheduler.waiting) == (0, 0), "some request never ends"
+    assert scheduler.free_blocks == blocks
+
+
+def test_drafts_never_take_blocks_that_others_need() -> None:
+    scheduler = Scheduler(_config(total_blocks=8))
+    for request in (1, 2):
+        scheduler.add(request, 12)
+    while (step := scheduler.schedule()).segments[0].start < 12:
+        scheduler.advance(step.segments)
+        for segment in step.segments:
+            if segment.samples:
+                scheduler.append(segment.request)
+    scheduler.advance(step.segments)
+    for request in (1, 2):
+        scheduler.append(request)
+    step = scheduler.schedule(None, lambda requests, rows: dict.fromkeys(requests, 30))
+    assert [segment.drafts for segment in step.segments] == [2, 2], "what its own block has room for"
+    assert step.preempted == ()

@@ -43,8 +43,8 @@ class Chain:
         self.documents: list[SignedDocument] = []
         self.bytes = self.calls = 0
 
-    def next(self, carried: int, calls: int = 1) -> SignedDocument:
-        """The next receipt, `carried` bytes and `calls` later."""
+    def next(self, carried: int, calls: int = 1, *, at: float | None = None) -> SignedDocument:
+        """The next receipt, `carried` bytes and `calls` later, issued now or `at` another time."""
         self.bytes += carried
         self.calls += calls
         receipt = Receipt(
@@ -53,7 +53,7 @@ class Chain:
             device=self.device,
             wallet=self.wallet,
             sequence=len(self.documents) + 1,
-            issued_at=int(time.time()),
+            issued_at=int(time.time() if at is None else at),
             bytes=self.bytes,
             calls=self.calls,
             leases=(),

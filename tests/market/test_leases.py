@@ -467,16 +467,6 @@ async def test_a_demand_report_that_does_not_fit_is_refused(market: Stall, rates
     assert refused.value.code == "bad_request"
 
 
-async def test_relays_announce_themselves(market: Stall) -> None:
-    key = market.keys.relay
-    relay = market.client(key=key.signing, certificate=key.certificate)
-    await relay.announce_relay("wss://relay.example:8421")
-    urls = {info.url for info in (await market.client().swarm()).relays}
-    assert urls == {f"{market.url}/relay/v1", "wss://relay.example:8421"}
-    with pytest.raises(Refused):
-        await relay.announce_relay("file:///etc/passwd")
-
-
 async def test_tickets_are_for_listed_relays_alone(market: Stall) -> None:
     device = await market.device()
     relay = (await device.client.swarm()).relays[0]

@@ -235,8 +235,3 @@ def test_a_relay_without_a_folder_is_refused() -> None:
         asyncio.run(daemon.run(RelayConfig()))
     with pytest.raises(ConfigError):
         RelayConfig(public_url="host:1")
-
-
-def test_junk_in_place_of_a_certificate() -> None:
-    with pytest.raises(RemoteProtocolError):
-        daemon._decode("!!!")

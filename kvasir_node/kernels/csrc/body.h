@@ -109,3 +109,43 @@ KV_TARGET static void KV(silu_mul)(float *gate, const float *up, ptrdiff_t n)
         gate[i] = g / (1.0f + e) * up[i];
     }
 }
+
+/* bf16 bits as the floats they are. */
+KV_TARGET static void KV(widen)(const uint16_t *from, ptrdiff_t n, float *to)
+{
+    for (ptrdiff_t i = 0; i < n; i++) to[i] = kv_bits_to_float((uint32_t)from[i] << 16);
+}
+
+/* Floats rounded to bf16, half to even; NaN becomes the quiet one. */
+KV_TARGET static void KV(narrow)(const float *from, ptrdiff_t n, uint16_t *to)
+{
+    for (ptrdiff_t i = 0; i < n; i++) {
+        uint32_t bits = kv_float_to_bits(from[i]);
+        uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        to[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    }
+}
+
+/* The sum of squares of a row of fp32 or bf16, in 32 parts; infinite or NaN where an element is. */
+KV_TARGET static float KV(squares)(int kind, const void *row, ptrdiff_t n)
+{
+    float part[32] = {0}, sum = 0.0f;
+    const float *wide = (const float *)row;
+    const uint16_t *half = (const uint16_t *)row;
+    ptrdiff_t k = 0;
+    if (kind == KV_F32)
+        for (; k + 32 <= n; k += 32)
+            for (int i = 0; i < 32; i++) part[i] += wide[k + i] * wide[k + i];
+    else
+        for (; k + 32 <= n; k += 32)
+            for (int i = 0; i < 32; i++) {
+                float v = kv_bits_to_float((uint32_t)half[k + i] << 16);
+                part[i] += v * v;
+            }
+    for (; k < n; k++) {
+        float v = kind == KV_F32 ? wide[k] : kv_bits_to_float((uint32_t)half[k] << 16);
+        sum += v * v;
+    }
+    for (int i = 0; i < 32; i++) sum += part[i];
+    return sum;
+}

@@ -177,6 +177,9 @@ typedef struct {
     void (*prepare)(int, int, const float *, ptrdiff_t, int, uint8_t *, kv_rows *);
     void (*linear)(const kv_matrix *, const kv_rows *, int, float *, ptrdiff_t, int, int, float *);
     void (*silu_mul)(float *, const float *, ptrdiff_t);
+    void (*widen)(const uint16_t *, ptrdiff_t, float *);
+    void (*narrow)(const float *, ptrdiff_t, uint16_t *);
+    float (*squares)(int, const void *, ptrdiff_t);
 } kv_isa;
 
 static int kv_everywhere(void) { return 1; }
@@ -193,7 +196,9 @@ static int kv_has_avx512(void)
 static int kv_has_vnni(void) { return kv_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
-#define ISA(name, supported) {#name, supported, name##_prepare, name##_linear, name##_silu_mul}
+#define ISA(name, supported)                                              \
+    {#name,        supported,    name##_prepare, name##_linear,           \
+     name##_silu_mul, name##_widen, name##_narrow,  name##_squares}
 static const kv_isa kv_isas[] = {
     ISA(portable, kv_everywhere),
 #if KV_X86
@@ -379,4 +384,72 @@ KV_API void kv_ffn(int32_t isa, const kv_expert *e, const float *x, int32_t n, f
 {
     for (ptrdiff_t r = 0; r < n; r += ROWS)
         kv_ffn_some(&kv_isas[isa], e, x + r * e->gate.in, kv_min(ROWS, n - (int)r), y + r * e->down.out, scratch);
+}
+
+/* ---- a whole call ---- */
+
+/* Bytes of one row of `n` fp32 or bf16 values. */
+static ptrdiff_t kv_row_bytes(int kind, ptrdiff_t n) { return n * (kind == KV_F32 ? 4 : 2); }
+
+KV_API int64_t kv_group_scratch(const kv_expert *const *experts, int32_t count, int32_t most)
+{
+    ptrdiff_t rows = 0, rest = 0;
+    for (int i = 0; i < count; i++) {
+        ptrdiff_t both = kv_up((ptrdiff_t)kv_min(most, ROWS) * experts[i]->gate.in * 4, 64) +
+                         kv_up((ptrdiff_t)kv_min(most, ROWS) * experts[i]->down.out * 4, 64);
+        ptrdiff_t ffn = kv_ffn_scratch(experts[i], most);
+        rows = both > rows ? both : rows;
+        rest = ffn > rest ? ffn : rest;
+    }
+    return rows + rest;
+}
+
+/* `count` experts, the i-th on its `sizes[i]` rows: row j of all of them is read at from[j] and its output written at
+ * to[j]. Rows and outputs are fp32 or bf16, as `in_kind` and `out_kind` say; between them all is as in kv_ffn. */
+KV_API void kv_group(int32_t isa, const kv_expert *const *experts, const int32_t *sizes, int32_t count,
+                     const void *const *from, void *const *to, int32_t in_kind, int32_t out_kind, uint8_t *scratch)
+{
+    const kv_isa *with = &kv_isas[isa];
+    for (int i = 0; i < count; i++) {
+        const kv_expert *e = experts[i];
+        int in = e->gate.in, out = e->down.out;
+        for (int left = sizes[i], some; left > 0; left -= some, from += some, to += some) {
+            some = kv_min(ROWS, left);
+            float *x = (float *)scratch, *y = (float *)(scratch + kv_up((ptrdiff_t)some * in * 4, 64));
+            uint8_t *rest = (uint8_t *)y + kv_up((ptrdiff_t)some * out * 4, 64);
+            for (ptrdiff_t r = 0; r < some; r++) {
+                if (in_kind == KV_F32)
+                    memcpy(x + r * in, from[r], (size_t)in * 4);
+                else
+                    with->widen(from[r], in, x + r * in);
+            }
+            kv_ffn_some(with, e, x, some, y, rest);
+            for (ptrdiff_t r = 0; r < some; r++) {
+                if (out_kind == KV_F32)
+                    memcpy(to[r], y + r * out, (size_t)out * 4);
+                else
+                    with->narrow(y + r * out, out, to[r]);
+            }
+        }
+    }
+}
+
+/* How many of `count` outputs are not finite, or outside low to high times the size of their row (a size counts as
+ * 1e-12 at least). Output o is of row o / each, or of row_of[o] if that is given. */
+KV_API int32_t kv_outside(int32_t isa, int32_t kind, const void *rows, const int32_t *row_of, int32_t each,
+                          const void *outputs, int32_t count, int64_t width, float low, float high)
+{
+    const kv_isa *with = &kv_isas[isa];
+    ptrdiff_t step = kv_row_bytes(kind, width), row = -1;
+    float size = 0.0f;
+    int outside = 0;
+    for (ptrdiff_t o = 0; o < count; o++) {
+        ptrdiff_t of = row_of ? row_of[o] : o / each;
+        if (of != row) size = sqrtf(with->squares(kind, (const uint8_t *)rows + of * step, width));
+        if (size < 1e-12f) size = 1e-12f;
+        row = of;
+        float ratio = sqrtf(with->squares(kind, (const uint8_t *)outputs + o * step, width)) / size;
+        outside += !(ratio >= low && ratio <= high);
+    }
+    return outside;
 }
