@@ -18,13 +18,16 @@ from typing import Final
 
 from relay.errors import ConfigError, Refused
 
-HALF_LIFE_S: Final = 20.0
-"""An observation counts half after this time; what was seen longer ago still tells the slope."""
-LEAST_WEIGHT: Final = 1e-3
-BIN_TOKENS: Final = 64.0
+HALF_LIFE_S: Final = 60.0
+"""An observation counts half after this time."""
+LEAST_WEIGHT: Final = 0.05
+"""What an observation counts at least: under steady load only old ones tell what fewer streams cost."""
+BIN_TOKENS: Final = 512.0
 """About over how many tokens of one stream count the time between tokens is averaged."""
 SERVICE_REQUESTS: Final = 32.0
 """About over how many requests the time that one holds its place is averaged."""
+FIRST_GUESS_S: Final = 5.0
+"""How long a request holds its place, while none has ended yet."""
 MAX_RETRY_S: Final = 60.0
 
 
@@ -32,14 +35,14 @@ MAX_RETRY_S: Final = 60.0
 class AdmissionConfig:
     """The bounds of admission."""
 
-    stretch: float = 4.0
+    stretch: float = 2.5
     """The time between tokens with all places taken, as a multiple of what a stream has by itself."""
-    max_wait_s: float = 0.1
+    max_wait_s: float = 0.05
     """How long a request may be expected to wait for a place before it is refused."""
     least_places: int = 8
     """Places that there are whatever was measured."""
     most_places: int = 256
-    """Places that there are at most."""
+    """Places that there are at most: as many as an engine runs at one time."""
 
     def __post_init__(self) -> None:
         if self.stretch < 1:
@@ -76,7 +79,7 @@ class Admission:
     refused: int = 0
     """Streams that were refused."""
     _bins: dict[int, _Bin] = field(default_factory=dict)
-    _held_s: float = 0.0
+    _held_s: float = FIRST_GUESS_S
     _held: float = 0.0
 
     def check(self, now: float, streams: int = 1) -> None:
@@ -112,12 +115,13 @@ class Admission:
 
     def observe(self, gap_s: float, now: float) -> None:
         """A stream's next token came `gap_s` seconds after the one before."""
-        key = self.streams.bit_length()  # 1, 2-3, 4-7, ...
+        streams = min(self.streams, self.config.most_places)  # more are not run, and cost the others nothing
+        key = streams.bit_length()  # 1, 2-3, 4-7, ...
         kept = self._bins.get(key)
         if kept is None:
-            self._bins[key] = _Bin(self.streams, gap_s, at=now)
+            self._bins[key] = _Bin(streams, gap_s, at=now)
         else:
-            kept.observe(self.streams, gap_s, now)
+            kept.observe(streams, gap_s, now)
 
     def places(self, now: float) -> int:
         """How many streams may run."""

@@ -12,9 +12,8 @@ Pure, on torch: randomness is an argument. Knows no sessions, no market and no f
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -24,7 +23,17 @@ from kvasir_node.precision import QUANTISERS
 from kvasir_node.residual import FLOOR_RMS, residual
 from kvasir_node.tensors import partial_sums
 from market.plans import Plan
+from market.standing import MAX_QUARANTINES as MAX_QUARANTINES
+from market.standing import QUARANTINE_S as QUARANTINE_S
+from market.standing import quarantine_s as quarantine_s
 from market.windows import Window
+
+from .trust import ALWAYS_FIRST as ALWAYS_FIRST
+from .trust import FLOOR_RATE as FLOOR_RATE
+from .trust import GROSS as GROSS
+from .trust import STRIKE_WINDOW as STRIKE_WINDOW
+from .trust import STRIKES as STRIKES
+from .trust import Trust as Trust
 
 LIMIT: Final = 1e-5
 """Largest d of an honest reply, to start with."""
@@ -34,25 +43,6 @@ LIMIT_INT8_ACTIVATIONS: Final = 1e-4
 
 INTEGER_WEIGHTS: Final = frozenset({"int8", "int4"})
 """The precisions whose kernels may quantise activations to int8."""
-
-GROSS: Final = 0.05
-"""One d above this is enough for quarantine."""
-
-STRIKES: Final = 3
-"""So many violations within `STRIKE_WINDOW` audited rows are enough as well."""
-
-STRIKE_WINDOW: Final = 1000
-QUARANTINE_S: Final = 900.0
-"""The first quarantine, in seconds; each further one is twice as long."""
-
-MAX_QUARANTINES: Final = 3
-"""After so many a wallet stays out."""
-
-ALWAYS_FIRST: Final = 10
-"""All of a wallet's first valid calls are audited."""
-
-FLOOR_RATE: Final = 0.02
-"""After that a share of max(1 / valid calls, this)."""
 
 BAND_SLACK: Final = 16.0
 """The norm band reaches this factor beyond the ratios seen."""
@@ -158,7 +148,8 @@ class Sample:
 
     `ids` are all the experts that the worker was asked for with this row under the same lease, in order. In a
     `weighted` swarm `output` is the partial sum over `ids` (all those of the call, whatever their leases),
-    `weights` [ids] fp32 are what it was made with and `precisions` those of each expert's replica.
+    `weights` [ids] fp32 are what it was made with and `precisions` those of each expert's replica. `call` is
+    the call's id.
     """
 
     layer: int
@@ -168,6 +159,17 @@ class Sample:
     ids: tuple[int, ...] = ()
     weights: Tensor | None = None
     precisions: tuple[str, ...] = ()
+    call: int = 0
+
+
+def expected_output(sample: Sample, precision: str, reference: Reference) -> Tensor:
+    """What an honest replica at `precision` answers for a sample: [width] in the output's dtype."""
+    if sample.weights is None:
+        return reference(sample.layer, sample.expert, sample.row.unsqueeze(0), precision)[0]
+    row = sample.row.float().unsqueeze(0)
+    experts = zip(sample.ids, sample.precisions, strict=True)
+    made = torch.cat([reference(sample.layer, expert, row, each) for expert, each in experts])
+    return partial_sums(made, sample.weights, [0] * len(made), 1)[0].to(sample.output.dtype)
 
 
 def judge_sample(sample: Sample, precision: str, reference: Reference, band: NormBand) -> float:
@@ -198,57 +200,3 @@ def _judge_sum(sample: Sample, weights: Tensor, reference: Reference, band: Norm
     unsigned = 2.0 * (made.double() * weights.double().unsqueeze(-1)).square().sum()
     floor = 2.0 * len(x) * FLOOR_RMS**2
     return float((x - y).square().sum() / torch.maximum(size, unsigned).clamp(min=floor))
-
-
-def quarantine_s(number: int) -> float:
-    """How long a wallet's quarantine number `number` (from 1) lasts, in seconds."""
-    return float("inf") if number > MAX_QUARANTINES else QUARANTINE_S * 2.0 ** (number - 1)
-
-
-@dataclass(slots=True)
-class Trust:
-    """What audits say of one wallet. `verdict` decides quarantine; the market carries it out."""
-
-    valid_calls: int = 0
-    audited: int = 0
-    worst_d: float = 0.0
-    _violations: deque[int] = field(default_factory=deque)
-
-    @property
-    def strikes(self) -> int:
-        """Violations that count towards quarantine."""
-        return len(self._violations)
-
-    def sample_rate(self) -> float:
-        """The share of the wallet's next calls to audit, 0 to 1."""
-        if self.valid_calls < ALWAYS_FIRST:
-            return 1.0
-        return max(1.0 / self.valid_calls, FLOOR_RATE)
-
-    def wants_audit(
-        self, rng: random.Random, afford: Callable[[float], float] = lambda wanted: wanted
-    ) -> bool:
-        """Count one valid call, and decide whether it is audited. `afford` lowers the rate to what can be."""
-        rate = afford(self.sample_rate())
-        self.valid_calls += 1
-        return rate >= 1.0 or rng.random() < rate
-
-    def verdict(self, d: float, limit: float) -> str | None:
-        """Take in one audited row. Returns why the wallet goes to quarantine now, or None."""
-        self.audited += 1
-        self.worst_d = max(self.worst_d, d)
-        if d > GROSS:
-            self._violations.clear()
-            return f"an audited output was wrong: d = {d:.3g}, and one above {GROSS} is enough"
-        if d <= limit:
-            return None
-        self._violations.append(self.audited)
-        while self._violations and self._violations[0] <= self.audited - STRIKE_WINDOW:
-            self._violations.popleft()
-        if len(self._violations) < STRIKES:
-            return None
-        self._violations.clear()
-        return (
-            f"{STRIKES} of the last {min(self.audited, STRIKE_WINDOW)} audited outputs were off by more than "
-            f"the limit {limit:g} of the declared numerics class; the last by d = {d:.3g}"
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,22 @@ class Checkpoint:
             ),
             layers=recipes,
         )
+
+    def whole_plan(self, plan: Plan, window_bytes: int) -> Plan:
+        """`plan` and the layers that it leaves to the backbone, in windows of their own.
+
+        For what runs experts here; it is never published.
+        """
+        served = {recipe.layer for recipe in plan.layers}
+        local = [recipe for recipe in self.recipes() if recipe.layer not in served]
+        if not local:
+            return plan
+        windows = cut_windows(
+            {recipe.layer: recipe.experts for recipe in local},
+            {recipe.layer: recipe.expert_bytes for recipe in local},
+            window_bytes,
+        )
+        return replace(plan, windows=(*windows, *plan.windows), layers=self.recipes())
 
     def read(self, where: ByteRange) -> memoryview:
         """The bytes of one range of one of the plan's files. Raises `ConfigError` if they are gone."""

@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvasir_node.config import format_size, parse_size
@@ -94,6 +96,19 @@ def _parser() -> argparse.ArgumentParser:
         ("credits", _credits, "Every wallet's balance, and whether the ledger holds."),
     ):
         add(name, command, text).add_argument("--json", action="store_true", help="as JSON")
+    trust = add("trust", _trust, "Violations, quarantines and disputes: the latest, or one wallet's.")
+    trust.add_argument("wallet", nargs="?", help="a wallet's address (see `nodes`)")
+    trust.add_argument("--json", action="store_true", help="as JSON")
+    disputes = add("disputes", _disputes, "What owners object to, what waits for a decision first.")
+    disputes.add_argument("--json", action="store_true", help="as JSON")
+    decide = add("decide", _decide, "Uphold or overturn a violation or quarantine.")
+    decide.add_argument("record", metavar="ID", help="the record's id (see `trust`, `disputes`)")
+    word = decide.add_mutually_exclusive_group(required=True)
+    word.add_argument("--uphold", action="store_true", help="it was right")
+    word.add_argument(
+        "--overturn", action="store_true", help="it was wrong: the quarantine ends, what it took goes back"
+    )
+    decide.add_argument("--reason", required=True, help="why; the owner reads it")
     drain = add("drain", _drain, "End a node's claims in order, or the whole backbone without one.")
     drain.add_argument("device", nargs="?", help="the node's device address, or how it begins (see `nodes`)")
     return parser
@@ -162,6 +177,11 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         action="store_true",
         help="never dial nodes directly, even where it works",
     )
+    up.add_argument(
+        "--no-relay",
+        action="store_true",
+        help="list no relay here: those that announce themselves (kvasir-relay) carry all circuits",
+    )
     up.add_argument("--expert-memory", type=_size, default="1GiB", help="memory for fallback and audits")
     up.add_argument(
         "--expert-cache", type=_size, default="8GB", help="disk for single experts of a hub model"
@@ -203,6 +223,7 @@ def _up(arguments: argparse.Namespace) -> int:
         fallback=arguments.fallback,
         expert_memory_bytes=arguments.expert_memory,
         relay_only=arguments.relay_only,
+        relay=not arguments.no_relay,
         weighted=arguments.weighted,
         expert_cache_bytes=arguments.expert_cache,
         use_uvloop=os.environ.get("KVASIR_LOOP") != "default",
@@ -351,13 +372,13 @@ def _nodes(arguments: argparse.Namespace) -> int:
 
 
 def _nodes_table(answer: dict[str, Any]) -> list[Any]:
-    table = _table("device", "wallet", "windows", "state", "calls", "carried", "credit", "path")
+    table = _table("device", "wallet", "windows", "state", "calls", "carried", "escrow", "available", "path")
     for row in answer["nodes"]:
         states = sorted({claim["state"] for claim in row["claims"]}) or ["gone"]
         state = ", ".join(states) + (f" ({row['breaker']})" if row["breaker"] else "")
-        credit = "?" if row["credit"] is None else f"{row['credit']:.6f}"
+        credit = ("?" if row[name] is None else f"{row[name]:.6f}" for name in ("escrow", "available"))
         path = row["path"] if row["relay"] is None else f"relay {_place(row['relay'])}"
-        cells = (f"{row['calls']:,}", format_size(row["carried_bytes"]), credit, path)
+        cells = (f"{row['calls']:,}", format_size(row["carried_bytes"]), *credit, path)
         windows = ", ".join(row["windows"]) or "-"
         table.add_row(_short(row["device"]), row["wallet"], windows, state, *cells)
     return [table if answer["nodes"] else "no nodes yet"]
@@ -402,6 +423,48 @@ def _credits_table(answer: dict[str, Any]) -> list[Any]:
         table.add_row(row["wallet"], *amounts, f"{row['receipts']:,}", f"{row['calls']:,}")
     verdict = "the ledger is balanced" if answer["balanced"] else "[red]THE LEDGER DOES NOT BALANCE[/red]"
     return [table, f"{verdict}: {answer['entries']:,} entries, {answer['issued_bytes']:,} bytes issued"]
+
+
+def _trust(arguments: argparse.Namespace) -> int:
+    wallet = "" if arguments.wallet is None else f"?wallet={quote(arguments.wallet, safe='')}"
+    return _show(arguments, f"trust{wallet}", _trust_table)
+
+
+def _trust_table(answer: dict[str, Any]) -> list[Any]:
+    table = _table("when", "wallet", "what", "credit", "state", "why")
+    for row in answer["records"]:
+        table.add_row(*_record_cells(row))
+    parts: list[Any] = [table if answer["records"] else "nothing on record"]
+    if "calls" in answer:
+        left = answer["quarantine_left_s"]
+        out = "for good" if answer["for_good"] else f"for {left / 60:.0f} min more"
+        standing = f"in quarantine {out}" if left > 0 else "not in quarantine"
+        parts.append(f"{answer['calls']:,} accepted calls, {answer['quarantines']} quarantines, {standing}")
+    return parts
+
+
+def _record_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    what = f"{row['kind']} {row['number']}" if row["kind"] == "quarantine" else row["kind"]
+    state = row["decision"] or ("disputed" if row["disputed_at"] is not None else "")
+    why = f"{row['reason']} [{row['id']}]"
+    if row["dispute"]:
+        why += f"; the owner says: {row['dispute']}"
+    if row["decision_reason"]:
+        why += f"; {row['decision']}: {row['decision_reason']}"
+    when = time.strftime("%m-%d %H:%M", time.localtime(row["at"]))
+    amount = f"{row['amount']:.6f}" if row["amount"] else ""
+    return (when, _short(row["wallet"]), what, amount, state, escape(why))
+
+
+def _disputes(arguments: argparse.Namespace) -> int:
+    return _show(arguments, "disputes", _trust_table)
+
+
+def _decide(arguments: argparse.Namespace) -> int:
+    body = {"record": arguments.record, "uphold": arguments.uphold, "reason": arguments.reason}
+    answer = _ask(find_door(arguments.state_dir), "POST", "decide", body)
+    print(f"{answer['kind']} {answer['id']} of wallet {answer['wallet']} is {answer['decision']}")
+    return 0
 
 
 def _drain(arguments: argparse.Namespace) -> int:

@@ -70,6 +70,8 @@ class BackboneConfig:
     """Nodes get the combine weights and send one partial sum a row; the plan, and its id, say so."""
     relay_only: bool = False
     """Never dial nodes directly: everything goes through relays."""
+    relay: bool = True
+    """Whether the market lists the relay of this process."""
     use_uvloop: bool = True
     """Run on uvloop where it is installed."""
 

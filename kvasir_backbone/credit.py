@@ -4,10 +4,10 @@ Carried bytes of a call = (unique request rows + accepted response rows) x row b
 the backbone's own dispatch. A row sent once for several leases counts once, in the message that carried it:
 a dispatch too large for one message is cut at the same rows in every window (see `flight.py`), so that no
 row goes to a device in two messages, and their sum is what one message would count. A row sent again,
-because its first call failed, counts with the reply that is combined. In a `weighted` swarm a response has one
-row for a request row, whatever its ids; the weights that went out with them count nothing. Only the one reply that is combined
-pays for an output; rows whose demand is not metered pay nothing. Hedge losers, late and rejected replies
-and proving calls are simply never reported here.
+because its first call failed, counts with the reply that is combined. In a `weighted` swarm a response has
+one row for a request row, whatever its ids; the weights that went out with them count nothing. Only the one
+reply that is combined pays for an output; rows whose demand is not metered pay nothing. Hedge losers, late
+and rejected replies and proving calls are simply never reported here.
 
 Every (backbone, device) has one chain, never reset: each receipt carries cumulative totals, cumulative
 leaves of the latest leases by epoch, a Merkle root over the calls paid since the previous receipt (RFC 6962

@@ -147,7 +147,7 @@ class _Daemon:
             ),
             root=keys.root_public,
             keys=lambda: self.backbone.keys.market,
-            relays=lambda: (RelayListing("/relay/v1", self.relay.certificate.document, self.relay.load),),
+            relays=self._own_relays,
         )
         self.backbone = Backbone(config, keys, self.relay, market, stop=stop)
         self.backbone.port = self.port
@@ -197,6 +197,12 @@ class _Daemon:
         finally:
             if backbone.swarm is not None:
                 await backbone.swarm.close()
+
+    def _own_relays(self) -> tuple[RelayListing, ...]:
+        """The relay of this process, as the market lists it."""
+        if not self.config.relay:
+            return ()
+        return (RelayListing("/relay/v1", self.relay.certificate.document, self.relay.load),)
 
     def _keep_checkpoint(self, checkpoint: Checkpoint) -> None:
         """From the planning thread, at once: it is closed even if the daemon ends while it plans."""
@@ -394,23 +400,23 @@ def _build_plan(
     checkpoint = _open_checkpoint(config, interruptible)
     opened(checkpoint)
     dtype = resolve_dtype(checkpoint.config, config.dtype)
-    cut: dict[str, Any] = {
-        "window_bytes": config.window_bytes,
-        "wire_dtype": dtype,
-        "weighted": config.weighted,
-        "model": config.name,
-        "rng": random.SystemRandom(),
-    }
-    plan = checkpoint.make_plan(local_layers=config.local_layers, **cut)
+    plan = checkpoint.make_plan(
+        window_bytes=config.window_bytes,
+        wire_dtype=dtype,
+        weighted=config.weighted,
+        local_layers=config.local_layers,
+        model=config.name,
+        rng=random.SystemRandom(),
+    )
     # Layers kept here are in no plan that nodes see; what runs experts here has them all.
-    every = checkpoint.make_plan(**cut) if config.local_layers else plan
+    whole = checkpoint.whole_plan(plan, config.window_bytes) if config.local_layers else plan
     references = References(
         lambda precision: LocalExperts(
-            checkpoint.read, every, cache_bytes=config.expert_memory_bytes, precision=precision
+            checkpoint.read, whole, cache_bytes=config.expert_memory_bytes, precision=precision, served=plan
         )
     )
     _ = references.numerics  # chooses and checks the arithmetic now, not in the first request
-    local = frozenset(recipe.layer for recipe in every.layers[: config.local_layers])
+    local = frozenset(recipe.layer for recipe in whole.layers[: config.local_layers])
     return _Built(checkpoint, plan, dtype, references, local)
 
 

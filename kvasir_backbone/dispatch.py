@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -33,6 +33,7 @@ from relay.errors import KvasirError, Refused
 from relay.identity import PublicKey, address_of
 
 from .audit import NormBand, Sample, limit_of, unfinite_rows
+from .comparing import Kept, Rival, rivals_of
 from .credit import CreditBook, carried
 from .flight import Flight, Instruction, Owner, RunFallback, Send, Trip, WorkerCall, rows_of_a_call
 from .pace import MIN_FAILOVER_S, HedgeBudget
@@ -106,8 +107,11 @@ class Auditor(Protocol):
     def offer(self, replica: Replica, draw: Callable[[random.Random], tuple[Replica, Sample]]) -> None:
         """A valid call of the wallet of `replica`; `draw` picks one of its outputs if one is wanted."""
 
-    def rejected(self, replica: Replica, d: float) -> None:
-        """A reply was rejected before it was used: one of its outputs was off by `d`."""
+    def rejected(self, replica: Replica, d: float, sample: Sample) -> None:
+        """A reply was rejected before it was used: one of its outputs, `sample`, was off by `d`."""
+
+    def compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
+        """The loser of a race answered: its outputs [rivals, width] beside the accepted ones."""
 
 
 @dataclass(slots=True)
@@ -213,6 +217,7 @@ class SwarmDispatcher:
         self._ids = itertools.count(1)
         self._hedges = HedgeBudget()
         self._late: dict[int, tuple[WorkerCall, float]] = {}
+        self._kept = Kept()
         self._sent: dict[int, float] = {}
         self._demand: Counter[int] = Counter()
 
@@ -370,12 +375,17 @@ class SwarmDispatcher:
             late = self._late.pop(end.call, None)
             if late is None:
                 facts.put(end)
-            elif end.reply is not None:
-                call, sent_at = late
-                self.stats.late += 1
-                owner = self._book.owners.get(call.device)
-                if owner is not None:
-                    owner.pace.observe(call.outputs, end.at - sent_at)
+                return
+            rivals = self._kept.take(end.call, self._clock())
+            if end.reply is None:
+                return
+            call, sent_at = late
+            self.stats.late += 1
+            owner = self._book.owners.get(call.device)
+            if owner is not None:
+                owner.pace.observe(call.outputs, end.at - sent_at)
+        if rivals:
+            self._compare_late(call, rivals, end.reply)
 
     def _read(self, run: _Run, call: WorkerCall, reply: Reply) -> tuple[Tensor | None, str]:
         """The reply's rows [outputs, width], or None and why it is not usable."""
@@ -412,7 +422,9 @@ class SwarmDispatcher:
             if d > limit_of(replica.numerics, replica.precision):
                 reason = f"an output of expert {expert_of[place]} of layer {run.layer} was wrong: d = {d:.3g}"
                 if self._auditor is not None:
-                    self._auditor.rejected(replica, d)
+                    output = outputs[place].clone()
+                    sample = Sample(run.layer, expert_of[place], row[0].clone(), output, call=call.id)
+                    self._auditor.rejected(replica, d, sample)
                 return reason
             self._band.learn(run.layer, row, expected)
         return None
@@ -429,8 +441,11 @@ class SwarmDispatcher:
             todo = flight.stranded(at)
             self.stats.outcomes["completed" if taken else "hedge_lost"] += 1
         self._store(run, call, outputs, taken)
-        if self._auditor is not None and taken:
-            self._auditor.offer(call.groups[0][0], self._drawer(run, call, outputs, taken))
+        if self._auditor is not None:
+            if taken:
+                self._auditor.offer(call.groups[0][0], self._drawer(run, call, outputs, taken))
+            if len(taken) < len(call.groups):
+                self._compare(self._rivals(run, call), outputs)
         weighted = run.weights is not None
         shares = carried(call, flight.parts, taken, run.metered, self._plan.row_bytes, weighted=weighted)
         if shares:
@@ -465,6 +480,25 @@ class SwarmDispatcher:
             return draw_output(call, run.flight, taken, run.rows, outputs, rng)
 
         return draw
+
+    def _rivals(self, run: _Run, call: WorkerCall) -> tuple[Rival, ...]:
+        """Some of the outputs of a call that lost its race, for comparison with what was accepted."""
+        return rivals_of(call, run.flight, lambda slot: run.out[slot], run.rows, self._rng)
+
+    def _compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
+        if rivals and self._auditor is not None:
+            self._auditor.compare(rivals, outputs[[rival.place for rival in rivals]])
+
+    def _compare_late(self, call: WorkerCall, rivals: Sequence[Rival], reply: Reply) -> None:
+        """On the loop's thread: the loser of a race answered when its dispatch was over."""
+        weighted = rivals[0].sample.weights is not None
+        count = len(call.rows) if weighted else call.outputs
+        if reply.outputs != count or reply.weighted != weighted or not self._honoured(call):
+            return
+        with suppress(KvasirError):  # rows of the wrong size: of no use, and nothing hangs on them
+            self._compare(
+                rivals, bytes_to_rows(reply.rows, count, self._plan.width, self._plan.wire_dtype)
+            )
 
     def _note_failure(self, call: WorkerCall, code: str, reason: str) -> None:
         with self._book.lock:
@@ -533,6 +567,8 @@ class SwarmDispatcher:
                 sent_at = self._sent.pop(call.id, None)
                 if sent_at is not None:
                     self._late[call.id] = (call, sent_at)
+                    if self._auditor is not None:
+                        self._kept.keep(call.id, self._rivals(run, call), now)
             while len(self._late) > MAX_LATE:
                 del self._late[next(iter(self._late))]
 
@@ -553,6 +589,11 @@ class SwarmDispatcher:
     def next_call(self) -> int:
         """A call id that was never used before and never will be again."""
         return next(self._ids)
+
+    def forget(self, device: PublicKey) -> None:
+        """Drop the counts of a device that is gone."""
+        with self._book.lock:
+            self.stats.device_calls.pop(device, None)
 
     def take_demand(self) -> Mapping[str, int]:
         """Rows routed to each window since the last call, by the window's name."""
@@ -606,14 +647,12 @@ def draw_output(
     start = 0
     for replica, index in call.groups:
         part = flight.parts[index]
-        if index in taken:
-            if left < len(part.slots):
-                break
-            left -= len(part.slots)
+        if index in taken and left < len(part.slots):
+            output = outputs[start + left].clone()
+            for row, ids in zip(part.rows, part.ids, strict=True):
+                if left < len(ids):
+                    return replica, Sample(call.layer, ids[left], rows[row].clone(), output, ids, call=call.id)
+                left -= len(ids)
+        left -= len(part.slots) if index in taken else 0
         start += len(part.slots)
-    place = start + left
-    for row, ids in zip(part.rows, part.ids, strict=True):
-        if left < len(ids):
-            break
-        left -= len(ids)
-    return replica, Sample(call.layer, ids[left], rows[row].clone(), outputs[place].clone(), ids)
+    raise AssertionError("a part that was taken has outputs")

@@ -28,6 +28,7 @@ import structlog
 
 from relay.errors import ConfigError, KvasirError, Refused
 
+from .drafting import Drafting, Speculation, StepCost
 from .generation import FinishReason, Generation, GenerationRequest, Outcome, RequestStats, Token
 from .microbatches import StepPace, share
 from .sampling import Sampler
@@ -56,6 +57,7 @@ class Model(Protocol):
     context_length: int
     vocabulary: int
     eos_ids: frozenset[int]
+    routed: tuple[int, int]
 
     def forward(self, works: Sequence[Work]) -> StepResult:
         """Compute these segments."""
@@ -95,6 +97,9 @@ class EngineConfig:
     """Requests waiting for that; one more is refused."""
     outbox_tokens: int = 256
     """Tokens that a client may leave unread before its request pauses."""
+    drafting: bool = True
+    """Guess coming tokens where that pays. Only models whose requests share a pass: in the others a row's
+    last bits depend on how many rows are computed with it, and drafts would show in the text."""
 
     def __post_init__(self) -> None:
         bounds = ("kv_bytes", "block_tokens", "chunk_rows", "step_rows")
@@ -119,6 +124,17 @@ class EngineStats:
     kv_blocks: int
     kv_blocks_free: int
     step_s: float
+    step_threads: int
+    micro_batches: int
+    """Into how many the running requests are split now."""
+    trips: int
+    """Steps of a request that gave it tokens, over all requests."""
+    drafted: int
+    """Drafted tokens that were computed."""
+    accepted: int
+    """Those of them that stood."""
+    tokens_per_trip: float
+    """Tokens that a step gave to a request on average; 1 without drafting."""
 
 
 @dataclass(slots=True)
@@ -133,6 +149,10 @@ class _State:
     submitted_at: float
     unread: int = 0
     cancelled: bool = False
+    speculation: Speculation | None = None
+    trips: int = 0
+    drafted: int = 0
+    accepted: int = 0
     steps: int = 0
     preemptions: int = 0
     first_token_at: float | None = None
@@ -149,6 +169,7 @@ class _Counters:
     steps: int = 0
     rows: int = 0
     tokens: int = 0
+    trips: int = 0
     preemptions: int = 0
     step_s: float = 0.0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
@@ -163,7 +184,7 @@ class Engine:
     """Several requests at once over one model. `start`, `submit`, `stop`; or as an async context manager.
 
     `clock` gives monotonic seconds, `draw_seed` the seed of a sampled request without one; `pace` decides
-    into how many micro-batches the running requests are split.
+    into how many micro-batches the running requests are split, `drafting` what is drafted.
     """
 
     def __init__(
@@ -174,6 +195,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         pace: StepPace | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.model = model
@@ -202,6 +224,9 @@ class Engine:
         self._crash: KvasirError | None = None
         self._in_flight = 0
         self._pace = pace or StepPace()
+        self._drafting: Drafting | None = None
+        if self.config.drafting and model.packed:
+            self._drafting = drafting or Drafting(StepCost(*model.routed))
         self._counters = _Counters()
 
     async def __aenter__(self) -> Engine:
@@ -254,6 +279,8 @@ class Engine:
         )
         generation = Generation(next(self._ids), request, self, asyncio.get_running_loop())
         state = _State(generation, prompt, len(prompt), max_tokens, sampler, self._clock())
+        if self._drafting is not None:
+            state.speculation = self._drafting.begin(prompt)
         with self._lock:
             if not self._threads or self._stopping:
                 raise Refused("draining", "the engine is not running")
@@ -270,7 +297,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The engine's figures now."""
         with self._lock:
-            counters, scheduler = self._counters, self._scheduler
+            counters, scheduler, drafting = self._counters, self._scheduler, self._drafting
             return EngineStats(
                 running=scheduler.running,
                 waiting=scheduler.waiting + len(self._arrived),
@@ -282,6 +309,12 @@ class Engine:
                 kv_blocks=scheduler.config.total_blocks,
                 kv_blocks_free=scheduler.free_blocks,
                 step_s=counters.step_s,
+                step_threads=self._alive,
+                micro_batches=self._pace.batches,
+                trips=counters.trips,
+                drafted=0 if drafting is None else drafting.drafted,
+                accepted=0 if drafting is None else drafting.accepted,
+                tokens_per_trip=counters.tokens / counters.trips if counters.trips else 0.0,
             )
 
     # --- called by generations ---------------------------------------------------------------------------
@@ -375,7 +408,9 @@ class Engine:
         batches = self._pace.split(scheduler.ready + min(scheduler.waiting, room), self._alive)
         if self._in_flight >= batches:
             return None
-        step = scheduler.schedule(share(scheduler.ready, batches))
+        step = scheduler.schedule(
+            share(scheduler.ready, batches), None if self._drafting is None else self._draft
+        )
         for request in step.preempted:
             self._states[request].preemptions += 1
             self.model.release(request)  # before anyone else may compute it again
@@ -386,6 +421,18 @@ class Engine:
         if self._in_flight < batches and (scheduler.idle or scheduler.waiting):
             self._lock.notify()
         return step
+
+    def _draft(self, requests: Sequence[int], rows: int) -> Mapping[int, int]:
+        """See `DraftRule`: how many drafted rows each of these requests carries. The lock is held."""
+        assert self._drafting is not None
+        offers: dict[int, tuple[Speculation, int]] = {}
+        for request in requests:
+            state = self._states[request]
+            if state.speculation is not None and state.speculation.draft:
+                # None beyond the last token, and none that the reader has no room for.
+                left = min(state.max_tokens - state.generated, self.config.outbox_tokens - state.unread) - 1
+                offers[request] = (state.speculation, min(len(state.speculation.draft), left))
+        return self._drafting.choose(offers, len(requests), rows) if offers else {}
 
     def _runnable(self) -> bool:
         return any(state.unread < self.config.outbox_tokens for state in self._states.values())
@@ -401,12 +448,15 @@ class Engine:
         else:
             waited_s = result.waited_s
             deliveries = self._take_results(step.segments, result)
+        seconds = self._clock() - started
         with self._lock:
             self._in_flight -= 1
             self._counters.steps += 1
             self._counters.rows += step.rows
-            self._counters.step_s += self._clock() - started
+            self._counters.step_s += seconds
             self._pace.observe(time.thread_time() - busy, waited_s)
+            if self._drafting is not None and all(segment.decodes for segment in step.segments):
+                self._drafting.cost.observe(step.rows, seconds)
         self._hand_over(deliveries)
 
     def _failed(self, segments: Sequence[Segment], fault: Exception) -> list[_Delivery]:
@@ -426,7 +476,11 @@ class Engine:
 
         state = self._states[segment.request]
         state.steps += 1
-        return Work(segment, state.tokens[segment.start : segment.end], state.generation.request.metered)
+        tokens = state.tokens[segment.start : segment.end - segment.drafts]
+        if segment.drafts:
+            assert state.speculation is not None
+            tokens += state.speculation.draft[: segment.drafts]
+        return Work(segment, tokens, state.generation.request.metered)
 
     def _take_results(self, segments: Sequence[Segment], result: StepResult) -> list[_Delivery]:
         """Sample where a segment samples; end what failed, was cancelled or is complete."""
@@ -436,17 +490,30 @@ class Engine:
             return list(itertools.chain.from_iterable(settled))
 
     def _sample(self, segment: Segment, result: StepResult) -> list[int] | KvasirError:
-        """The new tokens that a segment gave, or why its request failed."""
+        """The new tokens that a segment gave, or why its request failed.
+
+        After each drafted token that is the one sampled in its place, the next row counts as well.
+        """
         failure = result.failures.get(segment.request)
         if failure is not None:
             return failure
         state = self._states[segment.request]
+        speculation = state.speculation
         made: list[int] = []
-        for logits in result.logits.get(segment.request, ()):
+        for place, logits in enumerate(result.logits.get(segment.request, ())):
             try:
-                made.append(state.sampler.sample(logits, state.generated + len(made)))
+                made.append(state.sampler.sample(logits, state.generated + place))
             except FloatingPointError as error:
                 return KvasirError(f"{error}: the model or an expert's weights are damaged")
+            if self._finish(state, made) is not None:
+                break
+            if place < segment.drafts and speculation is not None and made[-1] != speculation.draft[place]:
+                break
+        if made and speculation is not None:
+            assert self._drafting is not None
+            with self._lock:
+                self._drafting.learn(speculation, segment.drafts, len(made) - 1)
+            speculation.extend(made)
         return made
 
     def _settle(self, segment: Segment, sampled: list[int] | KvasirError) -> list[_Delivery]:
@@ -456,7 +523,15 @@ class Engine:
             return [self._end(state, "failed", sampled)]
         if state.cancelled:
             return [self._end(state, "cancelled", None)]
-        self._scheduler.advance([segment])
+        rejected = segment.drafts - len(sampled) + 1 if segment.drafts else 0
+        self._scheduler.advance([segment], {segment.request: rejected})
+        if rejected:
+            self.model.trim(segment.request, segment.end - rejected)
+        if sampled:
+            state.trips += 1
+            state.drafted += segment.drafts
+            state.accepted += len(sampled) - 1
+            self._counters.trips += 1
         return [self._append(state, token) for token in sampled]
 
     def _append(self, state: _State, id: int) -> _Delivery:
@@ -467,7 +542,7 @@ class Engine:
         state.first_token_at = state.first_token_at or now
         self._counters.tokens += 1
         state.unread += 1
-        finish = self._finish(state)
+        finish = self._finish(state, ())
         if finish is not None:
             self._end(state, finish, None)
             return (state.generation, token, True, finish, None)
@@ -476,11 +551,12 @@ class Engine:
             self._scheduler.pause(state.generation.id, True)
         return (state.generation, token, False, None, None)
 
-    def _finish(self, state: _State) -> FinishReason | None:
-        """Whether the newest token is the last, and why."""
-        if state.tokens[-1] in self.model.eos_ids and not state.generation.request.ignore_eos:
+    def _finish(self, state: _State, more: Sequence[int]) -> FinishReason | None:
+        """Whether the newest token is the last, and why; `more` are tokens that are not yet noted."""
+        newest = more[-1] if more else state.tokens[-1]
+        if newest in self.model.eos_ids and not state.generation.request.ignore_eos:
             return "stop"
-        return "length" if state.generated >= state.max_tokens else None
+        return "length" if state.generated + len(more) >= state.max_tokens else None
 
     def _end(self, state: _State, outcome: Outcome, error: BaseException | None) -> _Delivery:
         """Forget a request everywhere; what is left is to tell its reader."""
@@ -554,4 +630,7 @@ def _stats_of(state: _State) -> RequestStats:
         steps=state.steps,
         preemptions=state.preemptions,
         outcome=state.outcome,
+        trips=state.trips,
+        drafted=state.drafted,
+        accepted=state.accepted,
     )

@@ -46,7 +46,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One request's figures so far. Times are monotonic seconds."""
+    """One request's figures so far. Times are monotonic seconds.
+
+    A trip is a step that gave the request tokens: `generated_tokens / trips` of them on average.
+    """
 
     prompt_tokens: int
     generated_tokens: int
@@ -56,6 +59,9 @@ class RequestStats:
     steps: int
     preemptions: int
     outcome: Outcome | None
+    trips: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Owner(Protocol):

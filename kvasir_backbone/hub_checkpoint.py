@@ -129,7 +129,13 @@ class HubCheckpoint(Checkpoint):
 
     def make_plan(self, **arguments: Any) -> Plan:
         """See `Checkpoint.make_plan`; from now on experts are read in the plan's chunks, and cached."""
-        plan = super().make_plan(**arguments)
+        return self._follow(super().make_plan(**arguments))
+
+    def whole_plan(self, plan: Plan, window_bytes: int) -> Plan:
+        """See `Checkpoint.whole_plan`; experts are read in its chunks, which are the plan's and some more."""
+        return self._follow(super().whole_plan(plan, window_bytes))
+
+    def _follow(self, plan: Plan) -> Plan:
         self._forget_recent()
         self._chunks = _Chunks(plan, self._model.folder / "hashes" / id_of(plan).hex())
         return plan

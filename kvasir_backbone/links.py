@@ -122,6 +122,7 @@ class DeviceLink:
         self._rng = rng or random.SystemRandom()
         self._pending: dict[int, _Pending] = {}
         self._outbox: asyncio.Queue[Buffers] = asyncio.Queue(MAX_QUEUED)
+        self._writing = False  # a message that had to wait is not on the link yet
         self._announced: dict[int, Reference] = {}
         self._hurry = asyncio.Event()
         self._idle = asyncio.Event()
@@ -159,6 +160,10 @@ class DeviceLink:
         """Send a call; `done` is called exactly once with its end. `answer_bytes` bounds its reply."""
         if self.session is None:
             done(CallEnd(call_id, time.monotonic(), message=f"no session: {self.last_error or 'not yet'}"))
+            return
+        if self._outbox.empty() and not self._writing and self.session.try_send(message):
+            self._pending[call_id] = _Pending(message, done, answer_bytes)
+            self._idle.clear()
             return
         try:
             self._outbox.put_nowait(message)
@@ -454,25 +459,37 @@ class DeviceLink:
 
     async def _write(self, session: SecureSession) -> None:
         while True:
-            await session.send(await self._outbox.get())
+            message = await self._outbox.get()
+            self._writing = True
+            try:
+                await session.send(message)
+            finally:
+                self._writing = False
 
     async def _read(self, session: SecureSession) -> None:
-        while True:
-            message = decode(await session.receive())
-            match message:
-                case Reply():
-                    self._end(CallEnd(message.call, time.monotonic(), reply=message))
-                case Refusal():
-                    end = CallEnd(message.call, time.monotonic(), code=message.code, message=message.message)
-                    self._end(end)
-                case ReceiptAck(ack):
-                    self._on_ack(ack)
-                case Draining(reason):
-                    if not self.draining:
-                        self.draining = True
-                        self._on_draining(reason)
-                case _:
-                    raise RemoteProtocolError(f"a device does not send {type(message).__name__}")
+        session.listen(self._took)
+        try:
+            await session.ended()
+        finally:
+            session.hold()  # another session may have taken over
+
+    def _took(self, data: bytes) -> None:
+        """One message of the session, as it arrives."""
+        message = decode(data)
+        match message:
+            case Reply():
+                self._end(CallEnd(message.call, time.monotonic(), reply=message))
+            case Refusal():
+                end = CallEnd(message.call, time.monotonic(), code=message.code, message=message.message)
+                self._end(end)
+            case ReceiptAck(ack):
+                self._on_ack(ack)
+            case Draining(reason):
+                if not self.draining:
+                    self.draining = True
+                    self._on_draining(reason)
+            case _:
+                raise RemoteProtocolError(f"a device does not send {type(message).__name__}")
 
     def _end(self, end: CallEnd) -> None:
         pending = self._take(end.call)

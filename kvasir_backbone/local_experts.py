@@ -34,8 +34,9 @@ class LocalExperts:
 
     `read` gives the bytes of the plan's files, `cache_bytes` bounds what is kept (0 keeps nothing),
     `precision` is the one that experts are run at ("stored" for the fallback, a replica's own for its
-    audits), `execution` the arithmetic (None: checked and chosen once for this plan). Safe to call from
-    several threads; experts run one at a time.
+    audits), `execution` the arithmetic (None: checked and chosen once for this plan), `served` the part of
+    the plan that nodes see, whose numerics class counts (None: all of it). Safe to call from several
+    threads; experts run one at a time.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class LocalExperts:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         precision: str = "stored",
         execution: Execution | None = None,
+        served: Plan | None = None,
     ) -> None:
         from kvasir_node import kernels
         from kvasir_node.experts import choose_execution
@@ -53,6 +55,7 @@ class LocalExperts:
         if cache_bytes < 0:
             raise ConfigError("the expert cache cannot be smaller than nothing")
         self.plan = plan
+        self._served = plan if served is None else served
         self.precision = precision
         if execution is None:
             execution = choose_execution(plan, precision, kernels.load(precision))
@@ -75,7 +78,7 @@ class LocalExperts:
         """The numerics class of what this computes."""
         from kvasir_node.experts import numerics_class
 
-        return numerics_class(self.plan, self.precision, self.execution)
+        return numerics_class(self._served, self.precision, self.execution)
 
     def run(self, layer: int, expert: int, rows: Tensor) -> Tensor:
         """One expert on `rows` [n, width] of any float dtype -> [n, width] of the same dtype.

@@ -99,7 +99,8 @@ class BackboneModel:
     `packed` says whether requests share a forward pass, `packed_fault` why not; `chunked` whether a prompt
     may be computed in several pieces. `dispatcher` runs the experts and may be replaced between steps.
     `kv_token_bytes` are the bytes of keys and values of one position (an upper bound where transformers keeps
-    them itself), `state_bytes` what a request keeps beside, whatever its length.
+    them itself), `state_bytes` what a request keeps beside, whatever its length. `routed` are the experts of
+    a layer and how many of them a row gets.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: str, dispatcher: Dispatcher | None) -> None:
@@ -116,6 +117,7 @@ class BackboneModel:
             module.kvasir_layer = layer
         self.packed_fault = packed_fault(text)
         self.packed = self.packed_fault is None
+        self.routed = _routed(text, [module for _, module in experts.values()])
         self.chunked = text.model_type in CHUNKED_TYPES
         self.vocabulary = int(text.vocab_size)
         self.context_length = int(getattr(text, "max_position_embeddings", 0) or 2**20)
@@ -400,6 +402,15 @@ def _kv_elements(layer: Any) -> int:
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
     return int(2 * heads * head_dim)
+
+
+def _routed(text: Any, modules: Sequence[Any]) -> tuple[int, int]:
+    """Experts of the largest MoE layer, and how many of them a row gets (8 where the name is not known)."""
+    experts = max((int(getattr(module, "num_experts", 0)) for module in modules), default=0) or 64
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+    chosen = next((value for name in names if (value := getattr(text, name, None))), 8)
+    top_k = max(chosen) if isinstance(chosen, (list, tuple)) else int(chosen)
+    return experts, max(1, min(top_k, experts))
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

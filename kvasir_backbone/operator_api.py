@@ -12,15 +12,15 @@ import ipaddress
 import json
 import time
 from collections.abc import Awaitable, Callable
-from decimal import Decimal
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from market.messages import CreditTable, GapsAnswer
+from market.client import MarketClient
+from market.messages import CreditStatement, CreditTable, GapsAnswer
 from relay.errors import KvasirError, Refused, RemoteProtocolError
-from relay.identity import PublicKey, address_of, fingerprint
+from relay.identity import PublicKey, address_of, fingerprint, parse_address
 
 from . import overview
 from .weights import error_response
@@ -54,11 +54,13 @@ class Operator:
         app.router.add_get("/metrics", self._metrics)
         questions = {
             "status": self._status, "gaps": self._gaps, "nodes": self._nodes, "credits": self._credits,
+            "trust": self._trust, "disputes": self._disputes,
             "relays": self._relays,
         }  # fmt: skip
         for name, handler in questions.items():
             app.router.add_get(f"{PREFIX}/{name}", self._guard(handler, command=False))
         app.router.add_post(f"{PREFIX}/drain", self._guard(self._drain, command=True))
+        app.router.add_post(f"{PREFIX}/decide", self._guard(self._decide, command=True))
 
     # --- who may ask ---------------------------------------------------------------------------------
 
@@ -173,10 +175,7 @@ class Operator:
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Without a device: the whole backbone ends in order. With one: its claims end in order."""
-        try:
-            body = json.loads(await request.read() or b"{}")
-        except (ValueError, RecursionError):
-            raise RemoteProtocolError("the body is not JSON") from None
+        body = _json_body(await request.read())
         device = body.get("device") if isinstance(body, dict) else None
         if device is None:
             self._backbone.stop.set()
@@ -190,6 +189,36 @@ class Operator:
         ended = await swarm.drain_device(found[0], "drained by the operator")
         return web.json_response({"draining": address_of(found[0]), "claims": ended})
 
+    # --- trust and disputes --------------------------------------------------------------------------
+
+    def _market(self) -> MarketClient:
+        client = self._backbone.client
+        if client is None:
+            raise Refused("overloaded", "the backbone is starting: ask again", retry_after_s=1)
+        return client
+
+    async def _trust(self, request: web.Request) -> web.Response:
+        """Without a wallet: the latest records of all. With one: everything on record about it."""
+        market, wallet = self._market(), request.query.get("wallet")
+        if wallet is None:
+            records = [overview.show_record(record) for record in await market.records()]
+            return web.json_response({"records": records})
+        return web.json_response(overview.show_trust(await market.trust(parse_address(wallet))))
+
+    async def _disputes(self, request: web.Request) -> web.Response:
+        records = [overview.show_record(record) for record in await self._market().disputes()]
+        return web.json_response({"records": records})
+
+    async def _decide(self, request: web.Request) -> web.Response:
+        """Uphold or overturn a violation or quarantine, for a reason that its owner reads."""
+        match _json_body(await request.read()):
+            case {"record": str(record), "uphold": bool(uphold), "reason": str(reason)}:
+                pass
+            case _:
+                raise RemoteProtocolError("say which record, whether to uphold it, and the reason")
+        decided = await self._market().decide(_record_id(record), uphold=uphold, reason=reason)
+        return web.json_response(overview.show_record(decided))
+
     # --- the market's word, not asked for more often than useful ------------------------------------
 
     async def _ask_gaps(self) -> GapsAnswer | None:
@@ -202,7 +231,7 @@ class Operator:
                     self._said = (time.monotonic(), None)
         return self._said[1]
 
-    async def _credit_by_wallet(self) -> dict[PublicKey, Decimal]:
+    async def _credit_by_wallet(self) -> dict[PublicKey, CreditStatement]:
         client = self._backbone.client
         async with self._asking:
             if client is not None and time.monotonic() - self._table[0] > CACHE_S:
@@ -211,7 +240,24 @@ class Operator:
                 except KvasirError:
                     self._table = (time.monotonic(), None)
         table = self._table[1]
-        return {} if table is None else {row.wallet: row.credit for row in table.wallets}
+        return {} if table is None else {row.wallet: row for row in table.wallets}
+
+
+def _json_body(data: bytes) -> Any:
+    try:
+        return json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        raise RemoteProtocolError("the body is not JSON") from None
+
+
+def _record_id(text: str) -> bytes:
+    try:
+        id_ = bytes.fromhex(text)
+    except ValueError:
+        id_ = b""
+    if len(id_) != 16:
+        raise RemoteProtocolError(f"{text!r} is no record's id: 32 hexadecimal digits, as `trust` shows them")
+    return id_
 
 
 def _is_local(request: web.Request) -> bool:

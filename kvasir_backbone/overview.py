@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from decimal import Decimal
 from typing import Any, Final
 
-from market.messages import CreditTable, GapsAnswer, credits_of
+from market.messages import CreditStatement, CreditTable, GapsAnswer, TrustAnswer, TrustRecord, credits_of
 from relay.identity import PublicKey, address_of
 from relay.meters import Meters
 
@@ -79,7 +78,7 @@ def show_windows(swarm: Swarm, gaps: GapsAnswer | None) -> list[dict[str, Any]]:
     return shown
 
 
-def show_nodes(swarm: Swarm, credits: Mapping[PublicKey, Decimal]) -> list[dict[str, Any]]:
+def show_nodes(swarm: Swarm, credits: Mapping[PublicKey, CreditStatement]) -> list[dict[str, Any]]:
     """Every device with a claim, or that earned and left not long ago. `credits` is by wallet."""
     totals = swarm.book.all_totals()
     held: dict[PublicKey, list[Any]] = {}
@@ -96,7 +95,7 @@ def _show_node(
     device: PublicKey,
     claims: Iterable[Any],
     totals: tuple[int, int],
-    credits: Mapping[PublicKey, Decimal],
+    credits: Mapping[PublicKey, CreditStatement],
 ) -> dict[str, Any]:
     claims = sorted(claims, key=lambda claim: str(claim.window.name))
     wallet = claims[0].wallet if claims else swarm.book.wallet_of(device)
@@ -123,12 +122,15 @@ def _show_node(
         ],
         "calls": totals[1],
         "carried_bytes": totals[0],
-        "credit": None if credit is None else float(credit),
+        "credit": None if credit is None else float(credit.credit),
+        "escrow": None if credit is None else float(credits_of(credit.escrow)),
+        "available": None if credit is None else float(credits_of(credit.available)),
         "path": "none" if link is None else link.path,
         "relay": swarm.relay_of(device),
         "latency_s": latency_s,
         "breaker": breaker,
         "audited": 0 if trust is None else trust.audited,
+        "strikes": 0 if trust is None else trust.strikes,
         "worst_d": None if trust is None or not trust.audited else trust.worst_d,
         "last_error": None if link is None or link.session is not None else link.last_error or None,
     }
@@ -215,6 +217,39 @@ def show_credits(table: CreditTable) -> dict[str, Any]:
             }
             for statement in table.wallets
         ],
+    }
+
+
+def show_record(record: TrustRecord) -> dict[str, Any]:
+    """One thing on record about a wallet; amounts in credits, times in Unix seconds."""
+    shown = {name: getattr(record, name) for name in _RECORD_FIELDS}
+    return {
+        "id": record.id.hex(),
+        "wallet": address_of(record.wallet),
+        "device": None if record.device is None else address_of(record.device),
+        "quarantine": None if record.quarantine is None else record.quarantine.hex(),
+        "amount": float(credits_of(record.amount)),
+        **shown,
+    }
+
+
+_RECORD_FIELDS: Final = (
+    "kind", "at", "reason", "window", "layer", "expert", "call", "d", "limit", "numerics", "precision",
+    "evidence", "number", "until", "for_good", "disputed_at", "dispute", "decided_at", "decision",
+    "decision_reason",
+)  # fmt: skip
+
+
+def show_trust(answer: TrustAnswer) -> dict[str, Any]:
+    """One wallet's record."""
+    return {
+        "wallet": address_of(answer.wallet),
+        "calls": answer.calls,
+        "quarantines": answer.quarantines,
+        "quarantine_left_s": answer.quarantine_left_s,
+        "for_good": answer.for_good,
+        "release_in_calls": answer.release_in_calls,
+        "records": [show_record(record) for record in answer.records],
     }
 
 

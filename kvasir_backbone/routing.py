@@ -1,9 +1,9 @@
 """The hook: the one place where expert ids leave the router.
 
 transformers' routers decide; this takes their ids and weights, sends the rows through the seam, and
-combines the outputs with the weights in fp32; in a `weighted` swarm the weights of the chosen experts go through
-the seam too, and the combined rows come back. Registered with transformers' experts interface under the
-name `IMPLEMENTATION`; the experts modules it serves have no parameters.
+combines the outputs with the weights in fp32; in a `weighted` swarm the weights of the chosen experts go
+through the seam too, and the combined rows come back. Registered with transformers' experts interface under
+the name `IMPLEMENTATION`; the experts modules it serves have no parameters.
 
 Knows one step's rows and the seam. Knows no attention, no requests' state and no owners.
 """

@@ -80,6 +80,11 @@ class Segment:
         """The position after the last."""
         return self.start + self.rows
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes one new token of the request's own, and drafts of more."""
+        return self.rowwise and self.samples and not self.replayed and self.rows == 1 + self.drafts
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -284,7 +289,7 @@ class Scheduler:
         single = {
             segment.request: place
             for place, segment in enumerate(segments)
-            if segment.rowwise and segment.samples and segment.rows == 1 and not segment.replayed
+            if segment.decodes
         }
         if not single:
             return

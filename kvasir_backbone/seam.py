@@ -93,8 +93,9 @@ class DispatchFailed(Unreachable):
 
     `rows` are indices into the dispatched rows, never empty; `window` the name of a window without an
     owner or "" where several or none are to blame; the message says what the operator can do. `outputs`
-    may hold the [n, k, width] result (of `combine`: [n, width]) in which only the failed rows are undefined: with it the engine goes
-    on for the other requests at once, without it it repeats the dispatch for them alone.
+    may hold the result, [n, k, width] or of `combine` [n, width], in which only the failed rows are
+    undefined: with it the engine goes on for the other requests at once, without it it repeats the
+    dispatch for them alone.
     """
 
     def __init__(

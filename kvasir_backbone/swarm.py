@@ -31,7 +31,7 @@ import structlog
 
 from kvasir_node.calls import Buffers, Reference
 from market.client import MarketClient
-from market.messages import Change, RelayInfo, ResyncNeeded
+from market.messages import Change, QuarantineAnswer, RelayInfo, ResyncNeeded
 from market.plans import Plan, PlanId, WindowHashes, sign_hashes
 from market.swarm import OperatingKey
 from market.windows import Window
@@ -42,7 +42,7 @@ from relay.paths import PathConfig, Paths
 from relay.secure import SecureSession
 from relay.transport import RelayClient, relay_endpoint
 
-from .audit import NormBand, limit_of, quarantine_s
+from .audit import QUARANTINE_S, NormBand, limit_of
 from .auditing import References, SampledAuditor
 from .bookkeeping import Bookkeeper
 from .credit import CreditBook
@@ -52,6 +52,7 @@ from .dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from .links import DeviceLink
 from .pace import MIN_FAILOVER_S
 from .proving import Prover
+from .reporting import Reporter
 from .roster import Replica, Roster
 from .weighting import WeightedDispatcher, cuts_a_layer
 
@@ -64,8 +65,9 @@ DIRECT_HANDSHAKE_S: Final = 3.0
 PATHS: Final = PathConfig(relay_timeout_s=5.0)
 """How the ways to a device are tried."""
 
-RELAYS_S: Final = 30.0
-"""How often the market is asked for its list of relays."""
+RELAYS_S: Final = 10.0
+RELIST_S: Final = 1.0
+"""How often the market is asked for its list of relays, and how soon again when one comes or goes."""
 
 MOVES_PER_S: Final = 500
 """How many sessions at most begin to leave a draining relay in one second."""
@@ -149,16 +151,33 @@ class Swarm:
         self._relays: dict[PublicKey, RelayClient] = {}
         self._relay_tasks: dict[PublicKey, asyncio.Task[None]] = {}
         self._listed: dict[PublicKey, RelayInfo] = {}
+        self._relist = asyncio.Event()
         self._ways: dict[PublicKey, Paths] = {}
         self._addresses: dict[PublicKey, tuple[str, ...]] = {}
         self._dialler = Dialler(
             http=http, local=config.local, lan=not config.relay_only, on_found=self._on_found
         )
         self._group: asyncio.TaskGroup | None = None
-        self._quarantines: dict[PublicKey, tuple[int, float]] = {}
+        self._out: dict[PublicKey, float] = {}  # wallets in quarantine, and until when
         self._hash_now = asyncio.Event()
         self._changed = asyncio.Condition()
-        self.auditor = SampledAuditor(references, self.band, on_verdict=self._verdict_from_thread, rng=rng)
+        self.auditor = SampledAuditor(
+            references,
+            self.band,
+            on_verdict=self._verdict_from_thread,
+            on_violation=lambda *found: self._soon(self.reporter.violation, *found),
+            rng=rng,
+        )
+        self.reporter = Reporter(
+            market=market,
+            plan=plan_id,
+            wire_dtype=plan.wire_dtype,
+            signer=self._signer,
+            reference=references.run,
+            threads=threads,
+            told=self._on_quarantined,
+            rng=rng,
+        )
         self.dispatcher = (WeightedDispatcher if plan.weighted else SwarmDispatcher)(
             plan,
             self,
@@ -272,6 +291,7 @@ class Swarm:
                 group.create_task(self._make_hashes())
                 group.create_task(self._report_demand())
                 group.create_task(self.bookkeeper.run())
+                group.create_task(self.reporter.run())
         finally:
             self._group = None
 
@@ -290,6 +310,7 @@ class Swarm:
         assert self._group is not None
         pause = 0.2
         while True:
+            self._relist.clear()
             try:
                 swarm = await self._market.swarm()
             except KvasirError as error:
@@ -302,7 +323,12 @@ class Swarm:
             for relay in swarm.relays:
                 self._keep_relay(relay)
             self._leave_relays()
-            await asyncio.sleep(RELAYS_S)
+            await asyncio.sleep(RELIST_S)
+            try:
+                async with asyncio.timeout(RELAYS_S):
+                    await self._relist.wait()
+            except TimeoutError:
+                pass
 
     def _keep_relay(self, relay: RelayInfo) -> None:
         """Be connected to a relay that is listed, or that a claim names; once, wherever it is."""
@@ -324,6 +350,7 @@ class Swarm:
 
     def _on_relay(self, key: PublicKey) -> None:
         """A relay was connected, or goes away: links without a session dial, those through it move."""
+        self._relist.set()
         client = self._relays.get(key)
         if client is None or not client.connected:
             return
@@ -454,6 +481,8 @@ class Swarm:
                 epoch=assignment.epoch,
                 reason=reason,
             )
+        for wallet in {h.assignment.wallet for h, reason in difference.ended.values() if _is_out(reason)}:
+            self.auditor.begin_again(wallet)  # whichever backbone found it out
         if self._stale:
             self._stale &= {(h.assignment.lease, h.assignment.epoch) for h in self.directory.all()}
         self._sign_leaving(difference)
@@ -484,7 +513,7 @@ class Swarm:
 
     def _quarantine_left(self, wallet: PublicKey) -> float:
         """Seconds that a wallet's quarantine lasts yet."""
-        return self._quarantines.get(wallet, (0, 0.0))[1] - time.monotonic()
+        return self._out.get(wallet, 0.0) - time.monotonic()
 
     def _sign_leaving(self, difference: Difference) -> None:
         """A device that drains or lost a claim gets its receipt now."""
@@ -566,7 +595,9 @@ class Swarm:
             since = self._gone.setdefault(device, now)
             over = now - since >= FORGET_S and device not in self._tasks
             if over and self.owners.forget(device) and self.bookkeeper.forget(device):
+                self.dispatcher.forget(device)
                 del self._gone[device]
+        self._out = {wallet: until for wallet, until in self._out.items() if until > now}
         wallets = {holding.assignment.wallet for holding in self.directory.all()}
         self.auditor.forget(wallets | self.book.wallets())
 
@@ -769,42 +800,56 @@ class Swarm:
         await self._revoke(holding, reason, code="forbidden")
 
     def _on_verdict(self, replica: Replica, reason: str, d: float) -> None:
-        assert self._group is not None
-        self._group.create_task(self._quarantine(replica.wallet, reason))
-
-    async def _quarantine(self, wallet: PublicKey, reason: str) -> None:
-        """Audits found the wallet out: all its claims end, and its devices are told why."""
+        """Audits found the wallet out: its claims end here now, and in the market once it hears of it."""
+        wallet, now = replica.wallet, time.monotonic()
         if self._quarantine_left(wallet) > 0:
             return
-        number = self._quarantines.get(wallet, (0, 0.0))[0] + 1
-        self._quarantines[wallet] = (number, time.monotonic() + quarantine_s(number))
+        self._out = {other: until for other, until in self._out.items() if until > now}
+        self._out[wallet] = now + QUARANTINE_S  # until the market has said how long
         self.auditor.begin_again(wallet)
-        _log.warning("wallet.quarantined", wallet=address_of(wallet), number=number, reason=reason)
+        _log.warning("wallet.quarantined", wallet=address_of(wallet), reason=reason)
         for holding in self.directory.all():
             if holding.assignment.wallet == wallet:
-                left = self._quarantine_left(wallet)
-                await self._revoke(holding, f"quarantine: {reason}", code="quarantined", quarantine_s=left)
+                self._end_here(holding, f"quarantine: {reason}", code="quarantined")
+        self._publish()
+        self.reporter.quarantine(wallet, reason)
+
+    def _on_quarantined(self, wallet: PublicKey, answer: QuarantineAnswer) -> None:
+        """The market put the wallet out."""
+        self._out[wallet] = time.monotonic() + answer.left_s
+        _log.info(
+            "quarantine.recorded",
+            wallet=address_of(wallet),
+            number=answer.number,
+            left_s=answer.left_s,
+            void_bytes=answer.void,
+        )
 
     async def _revoke(self, holding: Holding, reason: str, *, code: str, quarantine_s: float = 0.0) -> None:
         """End a claim here and in the market, which keeps its wallet out for `quarantine_s`."""
         assignment = holding.assignment
-        link = self._links.get(assignment.device)
-        if link is not None:
-            link.send_notice(code, reason)
-        self.directory.mark(assignment.lease, assignment.epoch, state="ENDED")
+        self._end_here(holding, reason, code=code)
         self._publish()
-        _log.warning(
-            "claim.revoked",
-            device=address_of(assignment.device),
-            window=assignment.window.name,
-            reason=reason,
-        )
         try:
             await self._market.revoke(
                 assignment.lease, assignment.epoch, reason=reason, quarantine_s=max(0.0, quarantine_s)
             )
         except KvasirError as error:
             _log.warning("market.unreachable", reason=str(error), code=error.code)
+
+    def _end_here(self, holding: Holding, reason: str, *, code: str) -> None:
+        """End a claim as far as this backbone goes; its owner is told why. `_publish` must follow."""
+        assignment = holding.assignment
+        link = self._links.get(assignment.device)
+        if link is not None:
+            link.send_notice(code, reason)
+        self.directory.mark(assignment.lease, assignment.epoch, state="ENDED")
+        _log.warning(
+            "claim.revoked",
+            device=address_of(assignment.device),
+            window=assignment.window.name,
+            reason=reason,
+        )
 
     async def drain_device(self, device: PublicKey, reason: str) -> int:
         """End all claims of a device for its operator's `reason`, calls in flight answered first.
@@ -899,3 +944,8 @@ class Swarm:
     def relays_connected(self) -> int:
         """Relays this backbone is connected to."""
         return sum(client.connected for client in self._relays.values())
+
+
+def _is_out(reason: str) -> bool:
+    """Whether the market ended a claim because its wallet is in quarantine."""
+    return reason.startswith("revoked: quarantine")

@@ -3,12 +3,13 @@
 For a worker that holds all of a row's experts the reply is k times smaller, and upload is what home links are
 short of. The weights are continuous; which experts run is decided above the seam, as ever.
 
-The arithmetic. A worker runs its experts in fp32, multiplies by the weights and adds in fp32 in the order of the
-ids, and rounds once to the wire dtype. Here the partial sums of a row's calls are added in fp32 in the order of
-their windows, and rounded once to the rows' dtype. What the checkpoint gives in the place of a worker is made
-the same way, window by window. So a row's result depends on which of its experts one call held, and on nothing
-else: with each layer in one window (no window cuts it) that is always all of them, and the text is the same
-whoever owns what and whatever fails; where layers are cut, it is the same within rounding.
+The arithmetic. A worker runs its experts in fp32, multiplies by the weights and adds in fp32 in the order
+of the ids, and rounds once to the wire dtype. Here the partial sums of a row's calls are added in fp32 in
+the order of their windows, and rounded once to the rows' dtype. What the checkpoint gives in the place of a
+worker is made the same way, window by window. So a row's result depends on which of its experts one call
+held, and on nothing else: with each layer in one window (no window cuts it) that is always all of them, and
+the text is the same whoever owns what and whatever fails; where layers are cut, it is the same within
+rounding.
 
 Knows rows, calls and sums. Knows no sockets, no market and no router.
 """
@@ -26,6 +27,7 @@ from market.plans import Plan
 from relay.errors import KvasirError
 
 from .audit import Sample, judge_sample, limit_of, unfinite_rows
+from .comparing import MAX_OUTPUTS, Rival
 from .dispatch import MAX_SUSPECTS, SwarmDispatcher, _Run, reply_order
 from .flight import WorkerCall
 from .roster import Replica
@@ -122,6 +124,24 @@ class WeightedDispatcher(SwarmDispatcher):
 
         return draw
 
+    def _rivals(self, run: _Run, call: WorkerCall) -> tuple[Rival, ...]:
+        """Partial sums can be compared where the same parts were summed up by one other call."""
+        if run.weights is None:
+            return super()._rivals(run, call)
+        parts = [index for _, index in call.groups]
+        other = run.flight.accepted.get(parts[0])
+        if other is None or [index for _, index in other.groups] != parts:
+            return ()
+        if other.groups[0][0].wallet == call.groups[0][0].wallet:
+            return ()
+        _, sums = run.sums[min(parts)]
+        rivals = []
+        for place in sorted(self._rng.sample(range(len(call.rows)), min(MAX_OUTPUTS, len(call.rows)))):
+            winner, sample = sample_of_sum(run, other, place, sums[place])
+            loser, theirs = sample_of_sum(run, call, place, sums[place])
+            rivals.append(Rival(place, loser, winner, sample, theirs.precisions))
+        return tuple(rivals)
+
     def _check_suspects(self, run: _Run, call: WorkerCall, outputs: Tensor) -> str | None:
         """As for single outputs, with the band widened by what the weights make of a row's outputs."""
         if run.weights is None:
@@ -136,7 +156,7 @@ class WeightedDispatcher(SwarmDispatcher):
                 return "the reply has values that are not finite" if broken else None
             if d > limit_of(replica.numerics, replica.precision) and not self._broken_here(sample):
                 if self._auditor is not None:
-                    self._auditor.rejected(replica, d)
+                    self._auditor.rejected(replica, d, sample)
                 return f"a partial sum of layer {run.layer} was wrong: d = {d:.3g}"
         return None
 
@@ -181,5 +201,6 @@ def sample_of_sum(run: _Run, call: WorkerCall, place: int, output: Tensor) -> tu
         ids=tuple(experts[number] for number in chosen),
         precisions=tuple(replicas[number].precision for number in chosen),
         weights=run.weights[[slots[number] for number in chosen]],
+        call=call.id,
     )
     return replica, sample

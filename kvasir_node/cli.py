@@ -33,6 +33,7 @@ from relay.links import JoinLink, parse_join_link
 from relay.loop import run as run_loop
 from relay.places import state_folder
 
+from .auditcli import add_audit, run_audit
 from .config import DEVICES, NodeConfig, parse_size
 from .control import ask_daemon
 from .limits import OwnerRules, parse_hours, parse_share
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     credits.add_argument("--json", action="store_true", help="as JSON")
     credits.add_argument("--offline", action="store_true", help="the receipts alone, no market")
     credits.add_argument("--verify", action="store_true", help="check every receipt's signature")
+    add_audit(add("audit", run_audit, "What audits found, and objecting to it."))
     show = add("logs", _logs, "The node's log.")
     show.add_argument("-n", "--lines", type=int, default=50, help="how many (default: %(default)s)")
     show.add_argument("-f", "--follow", action="store_true", help="go on as lines come")

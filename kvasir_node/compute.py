@@ -176,7 +176,7 @@ class Compute:
     def __init__(self, clock: Callable[[], float], *, rest_s: Callable[[], float] | None = None) -> None:
         self._clock = clock
         self._rest_s = rest_s
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | float | None] = queue.SimpleQueue()
         self._batcher: Batcher[Job] = Batcher()
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
@@ -200,6 +200,10 @@ class Compute:
         job.done = done
         self._inbox.put(job)
 
+    def rest(self, seconds: float) -> None:
+        """Have the thread rest: as much was computed elsewhere."""
+        self._inbox.put(seconds)
+
     def _run(self) -> None:
         with torch.inference_mode():
             while self._absorb():
@@ -220,6 +224,9 @@ class Compute:
                 return True
             if job is None:
                 return False
+            if isinstance(job, float):
+                time.sleep(job)
+                continue
             if not self._batcher and self._inbox.empty() and runs_whole(job.call, job.holdings):
                 self._alone(job)
             elif self._guarded((job,), job.prepare):
@@ -303,21 +310,26 @@ class Compute:
 
 
 def _run_direct(direct: Direct, runs: Sequence[Run[Job]]) -> None:
-    """The same in one call of the C core."""
-    rows: list[int] = []
-    outputs: list[int] = []
-    sizes: list[int] = []
-    kinds: tuple[int, int] | None = None
-    for run in runs:
-        before = len(rows)
-        for work in run.works:
-            placed, part = work.owner.placed, work.parts[run.key]
-            assert placed is not None
-            assert kinds in (None, placed.kinds), "calls with weights and calls without do not share a plan"
-            kinds = placed.kinds
-            rows += [placed.row + row * placed.row_step for row in part.rows]
-            outputs += [placed.output + place * placed.output_step for place in part.outputs]
-        sizes.append(len(rows) - before)
-    assert kinds is not None
-    experts = [direct.addresses[run.key[1], run.key[2]] for run in runs]
-    direct.kernel.run_rows(experts, sizes, rows, outputs, kinds, direct.scratch)
+    """The same in one call of the C core, or in two where only some calls have weights."""
+    for kinds in dict.fromkeys(_kinds_of(work) for run in runs for work in run.works):
+        experts: list[int] = []
+        sizes: list[int] = []
+        rows: list[int] = []
+        outputs: list[int] = []
+        for run in runs:
+            before = len(rows)
+            for work in run.works:
+                placed, part = work.owner.placed, work.parts[run.key]
+                if placed is not None and placed.kinds == kinds:
+                    rows += [placed.row + row * placed.row_step for row in part.rows]
+                    outputs += [placed.output + place * placed.output_step for place in part.outputs]
+            if len(rows) > before:
+                experts.append(direct.addresses[run.key[1], run.key[2]])
+                sizes.append(len(rows) - before)
+        direct.kernel.run_rows(experts, sizes, rows, outputs, kinds, direct.scratch)
+
+
+def _kinds_of(work: Work[Job]) -> tuple[int, int]:
+    """What the C core calls the dtypes of a call's rows and outputs."""
+    assert work.owner.placed is not None, "prepared for the C core"
+    return work.owner.placed.kinds

@@ -12,13 +12,13 @@ import http.client
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 
-from relay.errors import ConfigError, IdentityError, Unreachable
+from relay.errors import ConfigError, IdentityError, KvasirError, Refused, Unreachable
 from relay.keyfiles import read_secret, write_secret
 
 CONTROL_FILE: Final = "control.json"
@@ -33,9 +33,10 @@ async def control_endpoint(
     status: Callable[[], Mapping[str, Any]],
     stop: Callable[[], None],
     pause: Callable[[bool], None] = lambda wanted: None,
+    recompute: Callable[[bytes], Awaitable[Mapping[str, Any]]] | None = None,
 ) -> AsyncIterator[int]:
-    """Serve `GET /status`, `POST /stop`, `/pause` and `/resume` on 127.0.0.1 while the block runs; yields
-    the port.
+    """Serve `GET /status`, `POST /stop`, `/pause`, `/resume` and `/recompute/ID` on 127.0.0.1 while the block
+    runs; yields the port.
     """
     token = secrets.token_urlsafe(32)
 
@@ -61,7 +62,18 @@ async def control_endpoint(
         pause(wanted)
         return web.json_response({"pausing": wanted})
 
+    async def post_recompute(request: web.Request) -> web.Response:
+        allowed(request)
+        try:
+            if recompute is None:
+                raise Refused("not_found", "the node is starting: ask again")
+            record = bytes.fromhex(request.match_info["record"])
+            return web.json_response(dict(await recompute(record)))
+        except (KvasirError, ValueError) as error:
+            return web.json_response({"error": str(error)})
+
     app = web.Application(client_max_size=4096)
+    app.router.add_post("/recompute/{record}", post_recompute)
     app.router.add_post("/pause", post_pause)
     app.router.add_post("/resume", post_pause)
     app.router.add_get("/status", get_status)
@@ -84,8 +96,8 @@ async def control_endpoint(
         await runner.cleanup()
 
 
-def ask_daemon(folder: Path, method: str, path: str) -> dict[str, Any]:
-    """Ask the daemon of that state folder. Blocks for 5 s at most.
+def ask_daemon(folder: Path, method: str, path: str, *, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
+    """Ask the daemon of that state folder. Blocks for `timeout_s` at most.
 
     Raises `Unreachable` if none runs there, `ConfigError` for a control file that cannot be trusted.
     """
@@ -100,7 +112,7 @@ def ask_daemon(folder: Path, method: str, path: str) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{folder / CONTROL_FILE} is damaged: restart the node") from None
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
         connection.request(method, path, headers={"Authorization": f"Bearer {token}"})
         response = connection.getresponse()

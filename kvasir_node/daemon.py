@@ -12,24 +12,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from ipaddress import ip_address
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import structlog
 import torch
 from yarl import URL
 
-from relay.errors import KvasirError
+from relay.errors import KvasirError, Refused
 from relay.identity import SigningKey
 from relay.secure import SecureSession
 
 from .accelerator import describe_device, device_memory, find_device
 from .cache import WeightCache
+from .calls import Notice
 from .circuits import Circuits
 from .config import NodeConfig
 from .control import control_endpoint
@@ -43,8 +44,10 @@ from .locks import FolderLock
 from .measuring import Speed, kernel_name, measure_link, measure_machine
 from .pausing import Pausing
 from .receipts import ReceiptBook
+from .recomputing import Recomputer
 from .relays import RelayKeeper
 from .serving import ExpertServer
+from .standing import Standing
 from .state import NodeState
 from .status import NodeStatus, Phase
 from .tenancy import Tenancy, politely
@@ -103,6 +106,7 @@ class Node:
         self._listener: Listener
         self._tenancy: Tenancy
         self._volunteer: Volunteer
+        self._standing: Standing
         self._threads: ThreadPoolExecutor
         self._accelerator: torch.device | None = None
         self._pacer: CpuPacer | None = None
@@ -152,7 +156,13 @@ class Node:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="node")
         stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
         await stack.enter_async_context(
-            control_endpoint(config.state_dir, status=status.snapshot, stop=stop.set, pause=self._pausing.ask)
+            control_endpoint(
+                config.state_dir,
+                status=status.snapshot,
+                stop=stop.set,
+                pause=self._pausing.ask,
+                recompute=self._recompute,
+            )
         )
         self._http = await stack.enter_async_context(aiohttp.ClientSession())
         log.info("node.started", generation=self._generation, budget_bytes=self._budget, **device.facts())
@@ -170,7 +180,7 @@ class Node:
         intake = self._intake = Intake(book, lambda: self._member.grant.wallet, status, self._threads)
         self._server = ExpertServer(
             on_receipt=intake.receipt,
-            on_notice=intake.notice,
+            on_notice=self._noticed,
             rest_s=None if self._pacer is None else self._pacer.rest_s,
         )
         self._circuits = Circuits(
@@ -211,6 +221,7 @@ class Node:
             sign_in=lambda: self._join(fresh=True),
             rng=self._rng,
         )
+        self._standing = Standing(lambda: self._member.market, status, rng=self._rng)
         status.balance, status.counters = intake.balance, self._counters
 
     def _local(self) -> bool:
@@ -280,6 +291,7 @@ class Node:
                 group.create_task(self._relays.run()),
                 group.create_task(self._tenancy.heartbeats()),
                 group.create_task(self._acknowledge()),
+                group.create_task(self._standing.run()),
                 group.create_task(self._listener.announce()),
             ]
             await stop.wait()
@@ -354,6 +366,19 @@ class Node:
         self._intake.know(session.certificate)
         limited = session if self._uploads is None else PacedSession(session, self._uploads)
         await self._server.handle_session(limited)
+
+    def _noticed(self, notice: Notice) -> None:
+        """A backbone has something to say; where it is a quarantine, the market knows more soon."""
+        self._intake.notice(notice)
+        if notice.code == "quarantined":
+            self._standing.hurry()
+
+    async def _recompute(self, record: bytes) -> Mapping[str, Any]:
+        """For the owner: an audited output made again here."""
+        if self._status.base in (Phase.STARTING, Phase.WALLET):
+            raise Refused("not_found", "the node has not joined its swarm yet: ask again")
+        again = Recomputer(lambda: self._member.market, lambda: self._loader, self._cache, self._threads)
+        return await again.run(record)
 
     async def _acknowledge(self) -> None:
         """Hand in the last countersignatures again, in case a kill lost one on its way."""

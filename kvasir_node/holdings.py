@@ -40,7 +40,10 @@ class Served:
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One lease in service. `served` counts calls that named it and the outputs it owed them."""
+    """One lease in service. `served` counts calls that named it and the outputs it owed them.
+
+    `id_s` is what one id (a row through an expert) took here lately, in seconds; 0 while nothing is known.
+    """
 
     lease: bytes
     epoch: int
@@ -48,3 +51,8 @@ class Holding:
     experts: WindowExperts
     draining: bool = False
     served: Served = field(default_factory=Served)
+    id_s: float = 0.0
+
+    def took(self, seconds: float) -> None:
+        """One id of a call took `seconds`."""
+        self.id_s = seconds if not self.id_s else self.id_s + 0.1 * (seconds - self.id_s)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from relay.errors import ConfigError
 
@@ -200,9 +200,25 @@ class PacedSession:
         await self._pacer.wait(size)
         await self._session.send(message)
 
-    async def receive(self) -> bytes:
-        """The next message. Raises `Unreachable` when the session has ended."""
-        return await self._session.receive()
+    def try_send(self, message: bytes | Sequence[bytes | memoryview]) -> bool:
+        """Never at once: `send` waits its turn."""
+        return False
+
+    def listen(self, handler: Callable[[bytes], None]) -> None:
+        """From now on `handler` is given each message as it arrives."""
+        self._session.listen(handler)
+
+    def hold(self) -> None:
+        """Give the handler nothing until `read_on`."""
+        self._session.hold()
+
+    def read_on(self) -> None:
+        """The end of `hold`."""
+        self._session.read_on()
+
+    async def ended(self) -> NoReturn:
+        """Wait for the end. Raises what the handler raised, or `Unreachable`."""
+        await self._session.ended()
 
     async def close(self, code: str = "closed", message: str = "") -> None:
         """End the session, telling the peer why."""

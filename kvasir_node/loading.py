@@ -122,6 +122,10 @@ class Loader:
         """
         return (await self._execution(plan_id, precision))[1]
 
+    async def execution(self, plan_id: PlanId, precision: str) -> Execution:
+        """How this device runs the experts of a plan; chosen and checked once. Raises as `numerics` does."""
+        return (await self._execution(plan_id, precision))[0]
+
     async def check(self, offer: Offer, *, budget_left: int) -> None:
         """Whether the offered window fits this machine now; looked at before it is claimed.
 

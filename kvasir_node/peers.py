@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from .calls import Buffers, Message, Reference, encode
 from .holdings import Served
@@ -30,8 +30,24 @@ class Session(Protocol):
         """Send one message. Raises `Unreachable`."""
         ...
 
-    async def receive(self) -> bytes:
-        """The next message. Raises `Unreachable` when the session has ended."""
+    def try_send(self, message: bytes | Sequence[bytes | memoryview]) -> bool:
+        """Send one message at once, or return False: only `send` can, and may have to wait."""
+        ...
+
+    def listen(self, handler: Callable[[bytes], None]) -> None:
+        """From now on `handler` is given each message as it arrives."""
+        ...
+
+    def hold(self) -> None:
+        """Give the handler nothing until `read_on`."""
+        ...
+
+    def read_on(self) -> None:
+        """The end of `hold`."""
+        ...
+
+    async def ended(self) -> NoReturn:
+        """Wait for the end. Raises what the handler raised, or `Unreachable`."""
         ...
 
     async def close(self, code: str = "closed", message: str = "") -> None:
@@ -48,13 +64,29 @@ class Peer:
         self.jobs: set[Job] = set()
         self.served = Served()
         self.receipts: asyncio.Queue[bytes] = asyncio.Queue(RECEIPT_LIMIT)
-        self.room = asyncio.Event()
-        self.room.set()
         self.flushed = asyncio.Event()
         self.flushed.set()
         self._outbox: deque[Buffers] = deque()
         self._wake = asyncio.Event()
         self._closed = False
+        self._full: set[str] = set()  # what has no room, so that the session is not read
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the session is read."""
+        return not self._full
+
+    def hold(self, what: str) -> None:
+        """`what` has no room: read nothing more of the session."""
+        self._full.add(what)
+        self.session.hold()
+
+    def read_on(self, what: str) -> None:
+        """`what` has room again."""
+        if what in self._full:
+            self._full.remove(what)
+            if not self._full:
+                self.session.read_on()
 
     def learn(self, refs: tuple[Reference, ...]) -> None:
         """Add, replace or take back references."""
@@ -65,14 +97,17 @@ class Peer:
                 self.refs[reference.ref] = reference
 
     def put(self, message: Message) -> None:
-        """Queue an answer. The reader waits while too many are queued, so the queue is bounded."""
+        """Send an answer, or queue it. The session is not read while too many are queued."""
         if self._closed:
             return
-        self._outbox.append(encode(message))
+        buffers = encode(message)
+        if self.flushed.is_set() and self.session.try_send(buffers):
+            return
+        self._outbox.append(buffers)
         self._wake.set()
         self.flushed.clear()
         if len(self._outbox) >= OUTBOX_LIMIT:
-            self.room.clear()
+            self.hold("answers")
 
     async def write(self) -> None:
         """Send answers as they come, until cancelled."""
@@ -81,7 +116,7 @@ class Peer:
             while self._outbox:
                 buffers = self._outbox.popleft()
                 if len(self._outbox) < OUTBOX_LIMIT:
-                    self.room.set()
+                    self.read_on("answers")
                 await self.session.send(buffers)
             self._wake.clear()
             self.flushed.set()

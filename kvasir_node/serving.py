@@ -1,7 +1,8 @@
 """Expert calls in, batches through the experts, outputs out.
 
 The event loop reads and answers sessions and checks references and epochs; one compute thread runs the
-experts (`kvasir_node.compute`). A call crosses from loop to thread and back once. Everything is bounded:
+experts (`kvasir_node.compute`). A call crosses from loop to thread and back once; a short one that comes
+while nothing waits runs on the loop itself (`INLINE_S`), which saves the crossing. Everything is bounded:
 calls and bytes that wait, answers that a slow backbone has not taken. A call that cannot be served gets a
 typed refusal, and a session that ends takes its waiting calls with it.
 
@@ -15,10 +16,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import structlog
+import torch
 
 from market.plans import PlanId
 from relay.errors import ConfigError, KvasirError, Refused, RemoteProtocolError
@@ -36,12 +39,17 @@ from .calls import (
     decode,
     reply_bytes,
 )
-from .compute import Compute, Job, Outcome
+from .compute import Compute, Job, Outcome, make_reply
 from .experts import WindowExperts
 from .holdings import Holding, Served
 from .peers import Peer, Session
+from .whole import run_whole, runs_whole
 
 log = structlog.get_logger("node")
+
+INLINE_S: Final = 0.004
+"""A call expected to take so long or less, by what its window took before, may run on the loop: at most one a
+turn of the loop, and none while any call waits. The loop's lag is promised to stay under 50 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +94,15 @@ class ExpertServer:
         self._service_s = 0.0  # moving average of one call
         self._idle = asyncio.Event()
         self._idle.set()
+        self._rest_s = rest_s
+        self._ran_inline = False  # in this turn of the loop
+        self._rests_until = 0.0
+        self._loop: asyncio.AbstractEventLoop
         self._compute = Compute(clock, rest_s=rest_s)
 
     async def __aenter__(self) -> Self:
-        self._compute.start(asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        self._compute.start(self._loop)
         return self
 
     async def __aexit__(
@@ -164,28 +177,33 @@ class ExpertServer:
     async def _read(self, peer: Peer) -> None:
         if self._draining is not None:
             peer.put(Draining(self._draining))
-        while True:
-            await peer.room.wait()
-            data = await peer.session.receive()
-            received = self._clock()
-            message = decode(data)
-            match message:
-                case Call():
-                    self._accept(peer, message, len(data), received)
-                case References(refs):
-                    peer.learn(refs)
-                case ReceiptMessage(receipt):
-                    await peer.receipts.put(receipt)
-                case Notice():
-                    if self._on_notice is not None:
-                        self._on_notice(message)
-                case _:
-                    raise RemoteProtocolError(f"a backbone does not send {type(message).__name__}")
+        peer.session.listen(partial(self._take, peer))
+        await peer.session.ended()
+
+    def _take(self, peer: Peer, data: bytes) -> None:
+        """One message of a session, as it arrives."""
+        received = self._clock()
+        message = decode(data)
+        match message:
+            case Call():
+                self._accept(peer, message, len(data), received)
+            case References(refs):
+                peer.learn(refs)
+            case ReceiptMessage(receipt):
+                peer.receipts.put_nowait(receipt)
+                if peer.receipts.full():
+                    peer.hold("receipts")
+            case Notice():
+                if self._on_notice is not None:
+                    self._on_notice(message)
+            case _:
+                raise RemoteProtocolError(f"a backbone does not send {type(message).__name__}")
 
     async def _acknowledge(self, peer: Peer) -> None:
         """Pass receipts on, one after another: keeping one may take a disk's time, and calls go on."""
         while True:
             receipt = await peer.receipts.get()
+            peer.read_on("receipts")
             ack = await self._on_receipt(receipt) if self._on_receipt is not None else None
             if ack is not None:
                 peer.put(ReceiptAck(ack))
@@ -193,10 +211,14 @@ class ExpertServer:
     # --- calls ---
 
     def _accept(self, peer: Peer, call: Call, request_bytes: int, received: float) -> None:
-        """Queue a call for computing, or refuse it."""
+        """Compute a call at once, queue it for computing, or refuse it."""
         try:
-            holdings = tuple(self._resolve(peer, group.ref) for group in call.groups)
-            job = _make_job(peer, call, holdings, request_bytes, received)
+            holdings = tuple([self._resolve(peer, group.ref) for group in call.groups])
+            nbytes = request_bytes + _check(call, holdings)
+            if self._may_run_now(call, holdings):
+                self._run_now(peer, call, holdings, received)
+                return
+            job = Job(peer, call, holdings, holdings[0].experts.plan.row_bytes, nbytes, received)
             self._admit(job)
         except Refused as refusal:
             self._refuse(peer, call, refusal)
@@ -222,6 +244,37 @@ class ExpertServer:
         if holding.draining or self._draining is not None:
             raise Refused("draining", self._draining or "this lease is being given back")
         return holding
+
+    def _may_run_now(self, call: Call, holdings: tuple[Holding, ...]) -> bool:
+        """Whether a call may run on the loop: see `INLINE_S`."""
+        if self._waiting_calls or self._ran_inline or not runs_whole(call, holdings):
+            return False
+        if self._rests_until and self._clock() < self._rests_until:
+            return False
+        slowest = max([holding.id_s for holding in holdings])
+        return 0.0 < slowest * call.id_count <= INLINE_S
+
+    def _run_now(self, peer: Peer, call: Call, holdings: tuple[Holding, ...], received: float) -> None:
+        """Run a call here and now. Raises `Refused`."""
+        self._ran_inline = True
+        self._loop.call_soon(self._next_turn)
+        try:
+            with torch.inference_mode():
+                rows = run_whole(call, holdings)
+        except Refused:
+            raise
+        except Exception as error:
+            log.exception("batch.failed", layer=call.layer, jobs=1)
+            raise Refused("internal", f"the experts failed to run: {error}") from error
+        reply = make_reply(call, rows, received, received, self._clock())
+        peer.put(reply)
+        self._count(peer, call, holdings, reply)
+        if self._rest_s is not None and (rest := self._rest_s()) > 0:
+            self._rests_until = self._clock() + rest  # what comes meanwhile waits in the compute thread
+            self._compute.rest(rest)
+
+    def _next_turn(self) -> None:
+        self._ran_inline = False
 
     def _admit(self, job: Job) -> None:
         if self._waiting_calls >= self.limits.max_calls or (
@@ -255,21 +308,22 @@ class ExpertServer:
             log.debug("call.served", outcome="cancelled", call=call.id, layer=call.layer)
         else:
             peer.put(outcome)
-            self._service_s += 0.1 * (outcome.service_us * 1e-6 - self._service_s)
-            self._count(job, outcome)
+            self._count(peer, call, job.holdings, outcome)
         job.release()
 
-    def _count(self, job: Job, reply: Reply) -> None:
-        call, ids = job.call, job.call.id_count
-        carried = (call.row_count + reply.outputs) * job.row_bytes + 2 * ids
-        for served in (self.served, job.peer.served):
+    def _count(self, peer: Peer, call: Call, holdings: tuple[Holding, ...], reply: Reply) -> None:
+        ids, seconds = call.id_count, reply.service_us * 1e-6
+        self._service_s += 0.1 * (seconds - self._service_s)
+        carried = (call.row_count + reply.outputs) * holdings[0].experts.plan.row_bytes + 2 * ids
+        for served in (self.served, peer.served):
             served.calls += 1
             served.rows += call.row_count
             served.outputs += ids
             served.carried_bytes += carried
-        for holding, group in zip(job.holdings, call.groups, strict=True):
+        for holding, group in zip(holdings, call.groups, strict=True):
+            holding.took(seconds / ids)
             holding.served.calls += 1
-            holding.served.rows += sum(1 for count in group.counts if count)
+            holding.served.rows += call.row_count - group.counts.count(0)
             holding.served.outputs += len(group.ids)
         log.debug(
             "call.served",
@@ -284,12 +338,10 @@ class ExpertServer:
         )
 
 
-def _make_job(
-    peer: Peer, call: Call, holdings: tuple[Holding, ...], request_bytes: int, received: float
-) -> Job:
-    """Check a call against the plan of its leases. Raises `Refused`."""
+def _check(call: Call, holdings: tuple[Holding, ...]) -> int:
+    """Check a call against the plan of its leases; the bytes of its answer. Raises `Refused`."""
     plan = holdings[0].experts.plan
-    if any(holding.plan != holdings[0].plan for holding in holdings):
+    if any([holding.plan != holdings[0].plan for holding in holdings]):
         raise Refused("bad_request", "one call names leases of two plans")
     if call.weights is not None and not plan.weighted:
         raise Refused("bad_request", "the call carries weights, and the plan is not of a weighted swarm")
@@ -302,7 +354,7 @@ def _make_job(
     answer = reply_bytes(call.output_count, plan.row_bytes)
     if answer > MAX_MESSAGE_BYTES:
         raise Refused("bad_request", f"the answer would have {answer} bytes; send fewer rows in a call")
-    return Job(peer, call, holdings, plan.row_bytes, request_bytes + answer, received)
+    return answer
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -162,6 +162,8 @@ class NodeStatus:
         """Where backbones may dial this node directly, set by the daemon."""
         self.counters: Callable[[], Mapping[str, Any]] = dict
         self.balance: Callable[[], Mapping[str, Any]] = dict
+        self.trust: dict[str, Any] = {}
+        """What is on record about the wallet (`kvasir_node.standing.trust_fields`); empty: not known yet."""
         self._listeners: list[Callable[[str], None]] = []
         self._followers: list[Callable[[], None]] = []
 
@@ -271,6 +273,7 @@ class NodeStatus:
             ],
             "counters": dict(self.counters()),
             "credit": dict(self.balance()),
+            "trust": self.trust,
             "notices": [{"at": notice.at, "text": notice.text} for notice in self.notices],
         }
 
@@ -326,10 +329,31 @@ def describe(snapshot: Mapping[str, Any]) -> list[str]:
         lines.append("work     " + ", ".join(f"{value:,} {name}" for name, value in counters.items()))
     if credit := snapshot["credit"]:
         lines.append(f"credit   {credit['credit']} from receipts ({credit['calls']:,} calls)")
+    if trust := snapshot["trust"]:
+        lines += _trust_lines(trust)
     lines += [
         f"{time.strftime('%H:%M:%S', time.localtime(notice['at']))} {notice['text']}"
         for notice in snapshot["notices"][-5:]
     ]
+    return lines
+
+
+def _trust_lines(trust: Mapping[str, Any]) -> list[str]:
+    """Escrow and standing, and the latest of what is on record; releases only where nothing else is."""
+    left = trust["quarantine_left_s"]
+    if left > 0:
+        standing = "in quarantine " + ("for good" if trust["for_good"] else f"for {_duration(left)} more")
+    else:
+        standing = "in good standing" if not trust["quarantines"] else f"{trust['quarantines']} quarantines"
+    more = trust["release_in_calls"]
+    next_ = "" if more is None else f"; the next of it is available after {more:,} more calls"
+    lines = [
+        f"escrow   {trust['escrow']} credits in escrow, {trust['available']} available, {trust['void']} void"
+        + next_,
+        f"trust    {standing}",
+    ]
+    told = [record for record in trust["records"] if record["kind"] != "release"]
+    lines += [f"         {record['text']}" for record in told[:3]]
     return lines
 
 

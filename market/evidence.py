@@ -42,7 +42,8 @@ class Evidence:
 
     `d` is its measure against `expected`, `limit` the largest d of an honest replica of `numerics`, `at` in
     Unix seconds. `row`, `output`, `expected` are one row each in `wire_dtype`, empty where left out; the
-    digests are SHA-256 of the row and the output as they were.
+    digests are SHA-256 of the row and the output as they were. Where the output is a partial sum, `ids`,
+    `precisions` and `weights` (fp32, little endian) say of which experts; else they are empty.
     """
 
     swarm: PublicKey
@@ -67,6 +68,9 @@ class Evidence:
     row: bytes = b""
     output: bytes = b""
     expected: bytes = b""
+    ids: tuple[int, ...] = ()
+    precisions: tuple[str, ...] = ()
+    weights: bytes = b""
     document: SignedDocument | None = field(default=None, repr=False, compare=False)
 
 
@@ -74,6 +78,7 @@ _BYTES: Final = {"swarm": 32, "backbone": 16, "wallet": 32, "device": 32, "lease
 _NAMES: Final = ("precision", "numerics", "wire_dtype")
 _NUMBERS: Final = ("epoch", "call", "layer", "expert")
 _ROWS: Final = ("row", "output", "expected")
+MAX_IDS: Final = 256
 
 
 def told(d: float) -> float:
@@ -93,6 +98,11 @@ def sign_evidence(evidence: Evidence, key: SigningKey) -> SignedDocument:
     fields |= {"at": evidence.at, "row_digest": evidence.row_digest, "output_digest": evidence.output_digest}
     kept = all(len(getattr(evidence, name)) <= MAX_ROW_BYTES for name in _ROWS)
     fields |= {name: getattr(evidence, name) if kept else b"" for name in _ROWS}
+    fields |= {
+        "ids": list(evidence.ids),
+        "precisions": list(evidence.precisions),
+        "weights": evidence.weights,
+    }
     return sign_document("evidence", fields, key)
 
 
@@ -121,6 +131,10 @@ def read_evidence(fields: dict[str, Any], document: SignedDocument) -> Evidence:
     values |= {name: require(fields, name, bytes) for name in _ROWS}
     values |= {name: require(fields, name, bytes, size=32) for name in ("row_digest", "output_digest")}
     values |= {name: require(fields, name, float) for name in ("d", "limit", "at")}
+    values |= {"ids": _items(fields, "ids", int), "precisions": _items(fields, "precisions", str)}
+    values["weights"] = require(fields, "weights", bytes)
+    if not len(values["ids"]) == len(values["precisions"]) == len(values["weights"]) / 4:
+        raise RemoteProtocolError("the experts of a partial sum and their weights do not match")
     for name in ("wallet", "device"):
         check_public_key(values[name])
     if values["precision"] not in PRECISIONS or any(values[name] < 0 for name in _NUMBERS):
@@ -132,3 +146,10 @@ def read_evidence(fields: dict[str, Any], document: SignedDocument) -> Evidence:
     if not window.contains(values["layer"], values["expert"]):
         raise RemoteProtocolError(f"layer {values['layer']}, expert {values['expert']} is not in {window}")
     return Evidence(window=window, document=document, **values)
+
+
+def _items(fields: dict[str, Any], name: str, kind: type) -> tuple[Any, ...]:
+    items = require(fields, name, list)
+    if len(items) > MAX_IDS or any(type(item) is not kind for item in items):
+        raise RemoteProtocolError(f"field {name!r} of the evidence is not a short list of {kind.__name__}")
+    return tuple(items)

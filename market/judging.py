@@ -17,7 +17,7 @@ from sqlalchemy import delete, func, insert, select, update
 from relay.errors import Refused
 from relay.identity import Certificate, PublicKey, SignedDocument, address_of
 
-from . import escrow, leasing
+from . import banking, escrow, leasing
 from . import messages as m
 from . import tables as t
 from .admission import Device
@@ -267,6 +267,7 @@ def trust(session: Session, wallet: PublicKey, rules: EscrowRules) -> m.TrustAns
     )
     standing = [found for found in rows if found.kind == "quarantine" and found.decision != "overturned"]
     until = 0.0 if row is None else row.quarantined_until
+    balance = banking.statement(session, wallet)
     return m.TrustAnswer(
         wallet=wallet,
         calls=0 if row is None else row.calls,
@@ -275,6 +276,9 @@ def trust(session: Session, wallet: PublicKey, rules: EscrowRules) -> m.TrustAns
         for_good=any(found.number > MAX_QUARANTINES for found in standing),
         release_in_calls=escrow.calls_to_release(session, wallet, rules),
         records=tuple(_shown(found) for found in rows),
+        escrow=balance.escrow,
+        available=balance.available,
+        void=balance.void,
     )
 
 

@@ -601,7 +601,7 @@ class TrustAnswer:
     """What is on record about a wallet, the latest first.
 
     `quarantines` counts those that stand; `release_in_calls` is after how many more accepted calls the next
-    of its escrow is released (null: none waits).
+    of its escrow is released (null: none waits). `escrow`, `available`, `void`: its balance in carried bytes.
     """
 
     wallet: PublicKey
@@ -611,6 +611,9 @@ class TrustAnswer:
     for_good: bool
     release_in_calls: int | None
     records: tuple[TrustRecord, ...]
+    escrow: int = 0
+    available: int = 0
+    void: int = 0
 
 
 @dataclass(frozen=True, slots=True)

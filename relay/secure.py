@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, NoReturn
 
 from .channel import Channel, Packet, Path
 from .circuit import Outcome
@@ -48,6 +48,10 @@ class SecureSession:
         self._cost = 0  # of packets that have made no message yet
         self._waiter: asyncio.Future[None] | None = None
         self._end: Unreachable | None = None
+        self._handler: Callable[[bytes], None] | None = None
+        self._fault: Exception | None = None  # what the handler raised
+        self._held = False
+        self._handing_on = False
         channel.attach(self._take, self._lost)
 
     # --- making one ---
@@ -176,15 +180,8 @@ class SecureSession:
         Returns once it is on the link. Cancelled before, it may be given up: the peer then never sees it.
         Raises `Unreachable` if the session ended or the peer does not read.
         """
-        if self._end is None and not self._sending.locked():
-            core, channel = self._core, self.channel
-            record = core.record(message)
-            if record is not None:
-                size = len(record) + TAG_BYTES
-                if channel.room(size) and not core.rekey_due(time.monotonic()):
-                    self.bytes_sent += size
-                    channel.put(core.seal(record, channel.headroom))
-                    return
+        if self.try_send(message):
+            return
         async with self._sending:
             if self._end is not None:
                 raise self._end
@@ -194,6 +191,65 @@ class SecureSession:
                 if error.code != "busy":  # a peer that does not read may read again
                     self._lost(error)
                 raise
+
+    def try_send(self, message: Message) -> bool:
+        """Send one message at once; False, and nothing sent, where only `send` can: it may have to wait."""
+        if self._end is not None or self._sending.locked():
+            return False
+        core, channel = self._core, self.channel
+        record = core.record(message)
+        if record is None:
+            return False
+        size = len(record) + TAG_BYTES
+        if not channel.room(size) or core.rekey_due(time.monotonic()):
+            return False
+        self.bytes_sent += size
+        channel.put(core.seal(record, channel.headroom))
+        return True
+
+    def listen(self, handler: Callable[[bytes], None]) -> None:
+        """From now on `handler` is given each message as it arrives, those that wait first; no `receive`.
+
+        Once it has raised, it is given nothing more, and `ended` raises the same.
+        """
+        self._handler = handler
+        self._hand_on()
+
+    def hold(self) -> None:
+        """Give the handler nothing until `read_on`: messages wait, within the bound of the channel."""
+        self._held = True
+
+    def read_on(self) -> None:
+        """The end of `hold`."""
+        self._held = False
+        self._hand_on()
+
+    async def ended(self) -> NoReturn:
+        """Wait for the end of a session that somebody listens to.
+
+        Raises what the handler raised, or `Unreachable`, saying why the session ended.
+        """
+        while (why := self._fault or self._end) is None:
+            await self._wait()
+        raise why
+
+    def _hand_on(self) -> None:
+        """Give the handler what waits."""
+        if self._handing_on or self._handler is None:
+            return
+        self._handing_on = True
+        try:
+            while self._ready and not self._held:
+                message, cost = self._ready.popleft()
+                self.channel.consumed(cost)
+                self._handler(message)
+            if not self._held:
+                self._free()
+        except Exception as fault:  # its owner's to judge: `ended` raises it
+            self._fault, self._held = fault, True
+            self._wake()
+        finally:
+            self._handing_on = False
 
     async def receive(self) -> bytes:
         """The next message, never empty. Raises `Unreachable` when the session ended, saying why."""
@@ -246,7 +302,9 @@ class SecureSession:
         if message is not None:
             self._ready.append((message, self._cost))
             self._cost = 0
-            if self._waiter is not None and not self._waiter.done():
+            if self._handler is not None:
+                self._hand_on()
+            elif self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
         elif self._core.peer_close is not None:
             code, text = self._core.peer_close
@@ -254,7 +312,7 @@ class SecureSession:
                 "drained" if code == "draining" else "closed", text or "the peer closed the session", code
             )
             self.channel.end(code, text)
-        elif self._waiter is not None and not self._ready:
+        elif not self._ready and (self._waiter is not None if self._handler is None else not self._held):
             self._free()
         if not confirmed:
             self._wake()

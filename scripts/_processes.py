@@ -72,6 +72,14 @@ class Children:
         """That child's process id."""
         return self._children[name].pid
 
+    def kill(self, name: str) -> None:
+        """End that child at once, as a crash would, and forget it."""
+        _end(self._children.pop(name))
+
+    def send(self, name: str, number: int) -> None:
+        """Send that child a signal."""
+        self._children[name].send_signal(number)
+
     def log(self, name: str) -> Path:
         """Where that child's output is."""
         return self._folder / f"{name}.log"

@@ -29,6 +29,7 @@ class LocalSwarm:
         self.names: list[str] = []
         self.owner_of: dict[str, str] = {}
         """Wallet address -> name of its node."""
+        self._commands: dict[str, list[str]] = {}
         self._say = say
         self._said: set[tuple[str, ...]] = set()
 
@@ -63,9 +64,14 @@ class LocalSwarm:
         command += ["--on-battery", "--on-metered"]  # whoever starts this wants to see it now
         command += [] if budget is None else ["--budget", str(budget)]
         command += ["--no-direct"] if self.relay_only else []
+        self._commands[name] = command
         self.children.start(name, command, ENVIRONMENT)
         self.names.append(name)
         return name
+
+    def restart_node(self, name: str) -> None:
+        """Start a node that has ended again, with the same state and arguments."""
+        self.children.start(name, self._commands[name], ENVIRONMENT)
 
     def ask(self, question: str) -> dict[str, Any]:
         """The backbone's answer to its operator: "status", "credits". Raises `KvasirError` or `Failed`."""

@@ -14,6 +14,7 @@ SUITES = {
     "kills": "200 kills of a download at random bytes: are the final bytes right, what is fetched again",
     "kernel": "one expert's FFN on one thread, against read bandwidth and torch's own kernels",
     "memory": "peak memory and bytes read of a backbone without its experts, against stock transformers",
+    "chaos": "100 kills and freezes of nodes while texts are written: same text, longest stall",
     "overload": "10x the load a swarm can take: what the accepted notice, who is refused, memory",
 }
 """Suite -> what it measures."""

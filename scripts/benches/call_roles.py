@@ -245,10 +245,21 @@ def setup(case: Case, experts: WindowExperts, link: DeviceLink, loop: asyncio.Ab
 
 
 def bare(experts: WindowExperts, row: Tensor) -> Callable[[], object]:
-    """The kernel alone: every expert on one fp32 row."""
-    ffns = [experts._ffns[LAYER, number] for number in range(EXPERTS)]
-    rows = row.float().contiguous()
-    return lambda: [ffn(rows) for ffn in ffns]
+    """The kernel alone: every expert on one row, read and written in bf16 where they lie."""
+    direct = experts.direct
+    if direct is None:
+        rows = row.float().contiguous()
+        return lambda: [experts.run(LAYER, number, rows) for number in range(EXPERTS)]
+    outputs = torch.empty(EXPERTS, HIDDEN, dtype=row.dtype)
+    arguments = (
+        [direct.addresses[LAYER, number] for number in range(EXPERTS)],
+        [1] * EXPERTS,
+        [row.data_ptr()] * EXPERTS,
+        [outputs.data_ptr() + number * HIDDEN * row.element_size() for number in range(EXPERTS)],
+        (direct.kind, direct.kind),
+        direct.scratch,
+    )
+    return lambda: (direct.kernel.run_rows(*arguments), outputs)
 
 
 def measure(found: Setup, calls: int) -> dict[str, list[float]]:

@@ -1,8 +1,8 @@
 """Overload: ten times the load that a swarm can take, and what those notice who are let in.
 
 A backbone and two nodes, each a process, write texts of the bundled model for clients in this process.
-First the capacity is measured: requests' worth of tokens a second with more clients than there are places. Then
-requests arrive at random (a Poisson process) whether or not earlier ones have ended: at half the capacity,
+First the capacity is measured: requests' worth of tokens a second with more clients than places. Then requests
+arrive at random (a Poisson process) whether or not earlier ones have ended: at half the capacity,
 which counts as unloaded, and at ten times the capacity. Compared are the 99th percentiles of those that were
 let in, of the time to the first token and of the time between tokens; the worse of the two ratios counts. The
 growth of the backbone's memory is the most it had during the overload against what it had just before.
@@ -31,13 +31,13 @@ from .clients import Stream, percentile, session, stream
 NODES = 2
 TOKENS = 32
 PROMPT_CHARACTERS = 80
-WARM_S = 5.0
+WARM_S = 8.0
 CAPACITY_S = 15.0
 PHASE_S = 30.0
-CLIENTS = 48
+CLIENTS = 32
 FACTOR = 10
-PAUSE_S = 0.05
-"""How soon a refused client asks again while the capacity is measured."""
+PAUSE_S = 1.0
+"""When a refused client asks again while the capacity is measured: what Retry-After says at least."""
 MAX_RATIO, MAX_GROWTH = 2.0, 0.1
 
 

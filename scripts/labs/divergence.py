@@ -85,6 +85,12 @@ class Laboratory:
         self.tokens = sequences(self.models["float32"], heldout_text(path), length=length, most=most)
         self.outcomes = [self._outcome(mix) for mix in mixes]
 
+    def close(self) -> None:
+        """End the nodes' threads and close the checkpoint."""
+        for outcome in self.outcomes:
+            outcome.swarm.close()
+        self.checkpoint.close()
+
     def _outcome(self, mix: Mix) -> Outcome:
         swarm = InProcessSwarm(self.experts, mix.nodes, wire_dtype=mix.wire_dtype)
         return Outcome(mix, swarm, OwnRouters(self.models[mix.dtype], swarm))
@@ -200,6 +206,13 @@ def run(options: argparse.Namespace) -> Report:
     mixes = tuple(mix for mix in MIXES if not options.short or mix.name in SHORT)
     length = 64 if options.short else LENGTH
     lab = Laboratory(path, mixes, length=length, most=8 if options.short else None)
+    try:
+        return _measure(lab, options)
+    finally:
+        lab.close()
+
+
+def _measure(lab: Laboratory, options: argparse.Namespace) -> Report:
     lab.read_all(512 if options.short else ROWS)
     lab.write_all(4 if options.short else TEXTS, 12 if options.short else NEW)
     residuals = lab.watch(128 if options.short else 1024)
@@ -208,7 +221,7 @@ def run(options: argparse.Namespace) -> Report:
     if not options.no_network:
         from .network import serve_and_count
 
-        network = serve_and_count(path, requests=2 if options.short else 12, new=8 if options.short else 48)
+        network = serve_and_count(lab.checkpoint.path, requests=2 if options.short else 12, new=8 if options.short else 48)
     return report(lab.outcomes, residuals, share, network)
 
 

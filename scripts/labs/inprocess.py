@@ -1,7 +1,7 @@
-"""A heterogeneous swarm in one thread: the product's dispatcher and calls, without sockets.
+"""A heterogeneous swarm in one process: the product's dispatcher, calls and compute threads, no sockets.
 
 A forward pass goes through the real hook, the real dispatcher, the real CALL and REPLY messages byte for
-byte, and the real experts; only sessions are left out. Each node has its own precision, kernel and batch
+byte, and each node's compute thread; only sessions are left out. Each node has its own precision, kernel and batch
 size. What a node executes is noted where its experts run (`labs.recording`).
 """
 
@@ -26,7 +26,7 @@ from kvasir_backbone.roster import Replica, Roster, WindowMap
 from kvasir_backbone.seam import RowKey
 from kvasir_node import kernels
 from kvasir_node.calls import Buffers, Call, Reply, decode, encode
-from kvasir_node.compute import Job
+from kvasir_node.compute import Compute, Job, Outcome
 from kvasir_node.experts import Execution, WindowExperts, choose_execution
 from kvasir_node.holdings import Holding
 from kvasir_node.tensors import WIRE_TORCH
@@ -100,20 +100,26 @@ class LabNode:
     spec: NodeSpec
     device: PublicKey
     holdings: dict[int, Holding] = field(default_factory=dict)
+    compute: Compute = field(default_factory=lambda: Compute(time.monotonic))
 
-    def answer(self, call: Call, row_bytes: int) -> Reply:
-        """What a node's compute thread does with a call."""
+    def start(self) -> None:
+        """Start the node's compute thread."""
+        self.compute.start(_AtOnce())  # type: ignore[arg-type]
+
+    def submit(self, call: Call, row_bytes: int, done: Callable[[Outcome], None]) -> None:
+        """Give a call to the compute thread, as the node's server does; `done` is called there."""
         holdings = tuple(self.holdings[group.ref] for group in call.groups)
-        now = time.monotonic()
-        job = Job(None, call, holdings, row_bytes, len(call.rows), now)  # type: ignore[arg-type]
-        try:
-            job.prepare()
-            for key in job.work.parts:
-                holding, layer, expert = key
-                job.store(key, holding.experts.run(layer, expert, job.inputs(key)))  # type: ignore[attr-defined]
-            return job.reply(time.monotonic())
-        finally:
-            job.release()
+        job = Job(None, call, holdings, row_bytes, len(call.rows), time.monotonic())  # type: ignore[arg-type]
+        self.compute.submit(job, lambda finished, outcome: (done(outcome), finished.release())[0])
+
+
+class _AtOnce:
+    """In the place of an event loop: what a compute thread hands over runs there and then."""
+
+    @staticmethod
+    def call_soon_threadsafe(callback: Callable[..., None], *arguments: object) -> None:
+        """See `asyncio.AbstractEventLoop.call_soon_threadsafe`."""
+        callback(*arguments)
 
 
 class InProcessSwarm:
@@ -140,6 +146,7 @@ class InProcessSwarm:
         replicas: dict[int, tuple[Replica, ...]] = {}
         book, owners = CreditBook(), OwnerBook()
         for node in self.nodes:
+            node.start()
             book.open(node.device, Totals(node.device))
             owners.ensure(node.device)
         for number, window in enumerate(self.plan.windows):
@@ -183,6 +190,11 @@ class InProcessSwarm:
                     found[layer].append((self.owner_of[window], window, number))
         return found
 
+    def close(self) -> None:
+        """End the nodes' threads."""
+        for node in self.nodes:
+            node.compute.stop()
+
     # --- the seam ------------------------------------------------------------------------------------
 
     def dispatch(
@@ -213,12 +225,19 @@ class InProcessSwarm:
         *,
         answer_bytes: int,
     ) -> None:
-        """See `Lines.submit`: the node answers at once, from the message's bytes alone."""
+        """See `Lines.submit`: the node answers from the message's bytes alone."""
         call = decode(_joined(message))
         assert isinstance(call, Call)
-        reply = decode(_joined(encode(self._by_device[device].answer(call, self.plan.row_bytes))))
-        assert isinstance(reply, Reply)
-        done(CallEnd(call_id, time.monotonic(), reply=reply))
+
+        def answered(outcome: Outcome) -> None:
+            if isinstance(outcome, Reply):
+                reply = decode(_joined(encode(outcome)))
+                assert isinstance(reply, Reply)
+                done(CallEnd(call_id, time.monotonic(), reply=reply))
+            else:
+                done(CallEnd(call_id, time.monotonic(), code="internal", message=str(outcome)))
+
+        self._by_device[device].submit(call, self.plan.row_bytes, answered)
 
     def tripped(self, device: PublicKey, reason: str) -> None:
         """See `Lines.tripped`; no node here is ever late."""

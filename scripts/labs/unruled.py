@@ -71,11 +71,11 @@ class OwnRouters:
     def run(self, layer: int, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """What all owners together make of `rows` [n, width]: the combined outputs fp32 [n, width], and
         which experts ran, [n, experts] bool. `ids` [n, k] is what the backbone's router chose."""
-        experts = max(window.expert_end for _, window, _ in self.owners[layer])
         with self.swarm.lock:
             return self._run(layer, rows.to(WIRE_TORCH[self.swarm.plan.wire_dtype]), ids)
 
     def _run(self, layer: int, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        experts = max(window.expert_end for _, window, _ in self.owners[layer])
         out = torch.zeros(len(rows), rows.shape[1])
         ran = torch.zeros(len(rows), experts, dtype=torch.bool)
         chosen: dict[int, tuple[Tensor, Tensor]] = {}

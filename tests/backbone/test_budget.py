@@ -65,6 +65,8 @@ def test_it_never_draws_more_than_trust_asks_for_and_a_clock_that_stands_still_h
     budget = AuditBudget(5.0)
     assert budget.afford(0.02) == 0.02
     assert budget.spending().rate == budget.spending().cpu_share == 0.0
+    budget.spent(0.01, audits=0)
+    assert budget.afford(0.02) == FLOOR
     for _ in range(3):
         budget.call(4.0)
         budget.spent(0.01)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvasir_backbone.audit import NormBand, Sample
+from kvasir_backbone.comparing import Rival, disagreements
 from kvasir_backbone.credit import CreditBook, Totals
 from kvasir_backbone.dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from kvasir_backbone.roster import Replica, Roster, WindowMap
@@ -136,6 +137,7 @@ class Auditor:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self.rejections: list[float] = []
+        self.compared: list[tuple[Sequence[Rival], Tensor]] = []
 
     def offer(self, replica: Replica, draw: Callable[[random.Random], tuple[Replica, Sample]]) -> None:
         drawn, sample = draw(random.Random(len(self.samples)))
@@ -144,7 +146,11 @@ class Auditor:
         assert sample.expert in sample.ids
         self.samples.append(sample)
 
-    def rejected(self, replica: Replica, d: float) -> None:
+    def compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
+        self.compared.append((rivals, outputs))
+
+    def rejected(self, replica: Replica, d: float, sample: Sample) -> None:
+        assert sample.call
         self.rejections.append(d)
 
 
@@ -296,6 +302,51 @@ def test_the_slow_side_of_a_hedge_teaches_its_pace_and_earns_nothing() -> None:
     assert setup.dispatcher.stats.late == 1
     assert setup.book.totals(device("a")) == (0, 0)
     assert setup.book.totals(device("b"))[1] == 1
+    ((rivals, said),) = setup.auditor.compared  # and is a check of the other, which costs nothing
+    assert {(rival.loser.device, rival.winner.device) for rival in rivals} == {(device("a"), device("b"))}
+    assert [rival.sample.expert for rival in rivals] == ids[0]
+    assert disagreements(rivals, said) == []
+    assert len(disagreements(rivals, said.roll(1, 0))) == 2
+
+
+def test_the_late_reply_of_a_lost_race_under_a_lease_that_ended_is_no_check() -> None:
+    setup = Setup({0: ["a", "b"]})
+    release = threading.Event()
+
+    def slow(call: Call, outputs: Tensor) -> Tensor:
+        release.wait(10)
+        return outputs
+
+    setup.dispatcher._hedges.calls = 1000
+    for _ in range(20):
+        setup.owners.owners[device("b")].pace.observe(8, 5.0)
+    setup.workers.behaviours[device("a")] = slow
+    setup.dispatcher.dispatch(0, ROWS[:1], torch.tensor([[0, 1]]), [RowKey(1, 0, 0, True)], 5.0)
+    setup.workers.view = Roster(WINDOWS, setup.workers.view.replicas, frozenset())
+    release.set()
+    setup.workers.join()
+    assert setup.dispatcher.stats.late == 1
+    assert setup.auditor.compared == []
+
+
+def test_replicas_of_one_wallet_are_no_check_of_each_other() -> None:
+    setup = Setup({0: ["a", "b"]})
+    held = setup.workers.view.of(0)
+    same = tuple(replace(each, wallet=device("one wallet")) for each in held)
+    setup.workers.view = Roster(WINDOWS, {0: same}, setup.workers.view.honoured)
+    setup.dispatcher._hedges.calls = 1000
+    both = threading.Barrier(2)  # neither answers before the hedge is out
+
+    def together(call: Call, outputs: Tensor) -> Tensor:
+        both.wait(10)
+        return outputs
+
+    for name in ("a", "b"):
+        setup.workers.behaviours[device(name)] = together
+    setup.dispatcher.dispatch(0, ROWS[:1], torch.tensor([[0, 1]]), [RowKey(1, 0, 0, True)], 5.0)
+    setup.workers.join()
+    assert setup.dispatcher.stats.hedges == 1
+    assert setup.auditor.compared == []
 
 
 @pytest.mark.parametrize("lie", ["short", "not finite", "shape"])

@@ -25,7 +25,7 @@ from kvasir_node.limits import (
     parse_share,
     why_paused,
 )
-from relay.errors import ConfigError
+from relay.errors import ConfigError, Unreachable
 from relay.links import JoinLink
 from tests.support.sessions import session_pair
 
@@ -139,9 +139,16 @@ async def test_uploads_of_all_sessions_share_one_rate() -> None:
 async def test_a_paced_session_is_a_session() -> None:
     backbone, device = session_pair()
     paced = PacedSession(device, UploadPacer(1_000_000))
+    heard: list[bytes] = []
+    paced.listen(heard.append)
+    paced.hold()
+    assert not paced.try_send(b"answer")
     await backbone.send(b"call")
-    assert await paced.receive() == b"call"
+    paced.read_on()
     await paced.close("draining", "good bye")
+    with pytest.raises(Unreachable):
+        await paced.ended()
+    assert heard == [b"call"]
     assert device.closed_with == ("draining", "good bye")
 
 

@@ -553,7 +553,7 @@ async def test_a_backbone_that_does_not_take_its_answers_is_not_read_any_more(
                 await backbone.send(backbone.make(rows, [[0]], ref=5))  # each is refused at once
 
         sender = asyncio.create_task(send_all())
-        await until(lambda: not next(iter(swarm.server._peers)).room.is_set())
+        await until(lambda: not next(iter(swarm.server._peers)).has_room)
         assert len(theirs.delivered) <= 20 + 20
         assert not sender.done()
         answers = [await backbone.receive() for _ in range(flood)]

@@ -16,7 +16,7 @@ import pytest
 
 from relay import cli, daemon
 from relay.config import RelayConfig
-from relay.errors import ConfigError, IdentityError, RemoteProtocolError, Unreachable
+from relay.errors import ConfigError, IdentityError, Unreachable
 from relay.identity import SigningKey, address_of, unpack
 from relay.links import JoinLink
 from relay.operator import load_certificate, load_key

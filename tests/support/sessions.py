@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from relay.errors import Unreachable
 
@@ -21,6 +22,9 @@ class MemorySession:
         self.peer: MemorySession
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(bound)
         self._ended = asyncio.Event()
+        self._handler: Callable[[bytes], None]
+        self._reading = asyncio.Event()
+        self._reading.set()
 
     async def send(self, message: bytes | Sequence[bytes | memoryview]) -> None:
         """Send one message. Raises `Unreachable` once either end has closed."""
@@ -36,6 +40,32 @@ class MemorySession:
         finally:
             put.cancel()
             ended.cancel()
+
+    def try_send(self, message: bytes | Sequence[bytes | memoryview]) -> bool:
+        """Send one message at once, if there is room and nobody waits to send."""
+        if self._ended.is_set() or self.peer._ended.is_set() or self.peer._queue.full():
+            return False
+        self.peer._queue.put_nowait(message if isinstance(message, bytes) else b"".join(message))
+        return True
+
+    def listen(self, handler: Callable[[bytes], None]) -> None:
+        """From now on `handler` is given each message, while `ended` is awaited."""
+        self._handler = handler
+
+    def hold(self) -> None:
+        """Give the handler nothing until `read_on`."""
+        self._reading.clear()
+
+    def read_on(self) -> None:
+        """The end of `hold`."""
+        self._reading.set()
+
+    async def ended(self) -> NoReturn:
+        """Hand messages on until the session ends. Raises why it did, or what the handler raised."""
+        while True:
+            message = await self.receive()
+            await self._reading.wait()
+            self._handler(message)
 
     async def receive(self) -> bytes:
         """The next message. Raises `Unreachable` after the other end has closed and all is read."""

@@ -1,0 +1,156 @@
+"""Lost races as checks that cost no recompute: two wallets gave the same outputs, or one of them is wrong.
+
+When a hedge and its original both answer, one reply is combined and paid; some outputs of the other are
+compared with it. A loser often comes when its dispatch is over, so a few of the accepted outputs are kept
+for a while. Which outputs are compared is drawn here in secret, and neither device knows of the race.
+
+Two honest replicas differ by at most what each may be off from the true output: rounding and kernels (the
+limit of its numerics class) and, where one keeps its weights at another precision, what quantising them
+changed. The bound on their difference follows from the triangle inequality, since d is a squared relative
+distance. More than that says that one of the two is wrong, and not which: that is for a recompute, or for a
+third wallet.
+
+Pure, on torch: time and randomness are arguments. Knows calls and outputs. Knows no threads and no verdicts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from kvasir_node.residual import residual
+
+from .audit import Sample, limit_of
+from .flight import Flight, WorkerCall
+from .roster import Replica
+
+MAX_OUTPUTS: Final = 16
+"""Outputs of one lost race that are compared."""
+
+MAX_KEPT: Final = 64
+"""Lost races whose loser has not answered yet."""
+
+KEPT_S: Final = 30.0
+"""How long its reply is waited for, in seconds."""
+
+QUANTISED: Final = {"stored": 0.0, "bf16": 2e-5, "int8": 1e-3, "int4": 0.04}
+"""The largest d between a replica of a precision and one as stored, to be expected of honest ones. Too
+large costs nothing but a check: audits recompute at the replica's own precision."""
+
+SUM_SLACK: Final = 4.0
+"""Partial sums may differ by this times as much: outputs that cancel make their rounding weigh more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """One output that two replicas of distinct wallets were asked for.
+
+    `sample` has the `winner`'s output, which was accepted; `place` is where the `loser`'s reply has its
+    own. Of a partial sum `precisions` are those of each expert's replica at the loser.
+    """
+
+    place: int
+    loser: Replica
+    winner: Replica
+    sample: Sample
+    precisions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Two outputs for one (row, expert) further apart than two honest replicas can be: by `d`."""
+
+    rival: Rival
+    output: Tensor
+    d: float
+
+
+def pair_limit(first: Replica, second: Replica, *, summed: bool = False) -> float:
+    """The largest d between honest outputs of the two; of their partial sums if `summed`."""
+    reach = math.sqrt(limit_of(first.numerics, first.precision))
+    reach += math.sqrt(limit_of(second.numerics, second.precision))
+    if first.precision != second.precision:
+        reach += sum(math.sqrt(QUANTISED.get(each.precision, 1.0)) for each in (first, second))
+    return reach**2 * (SUM_SLACK if summed else 1.0)
+
+
+def rivals_of(
+    call: WorkerCall,
+    flight: Flight,
+    accepted: Callable[[int], Tensor],
+    rows: Tensor,
+    rng: random.Random,
+) -> tuple[Rival, ...]:
+    """Up to `MAX_OUTPUTS` outputs of a call that another wallet's reply was accepted for, drawn by `rng`.
+
+    `accepted(slot)` is the accepted output [width] of a slot, `rows` [n, width] are the dispatch's.
+    """
+    found: list[tuple[int, Replica, Replica, int, tuple[int, ...], int, int]] = []
+    start = 0
+    for loser, index in call.groups:
+        part = flight.parts[index]
+        winner = _winner(flight, index)
+        if winner is not None and winner.wallet != loser.wallet:
+            place = start
+            for row, ids in zip(part.rows, part.ids, strict=True):
+                for expert in ids:
+                    found.append((place, loser, winner, row, ids, expert, part.slots[place - start]))
+                    place += 1
+        start += len(part.slots)
+    chosen = sorted(rng.sample(range(len(found)), min(MAX_OUTPUTS, len(found))))
+    rivals = []
+    for place, loser, winner, row, ids, expert, slot in (found[number] for number in chosen):
+        sample = Sample(call.layer, expert, rows[row].clone(), accepted(slot).clone(), ids)
+        rivals.append(Rival(place, loser, winner, sample))
+    return tuple(rivals)
+
+
+def _winner(flight: Flight, index: int) -> Replica | None:
+    """The replica whose output of that part was accepted, if one's was."""
+    call = flight.accepted.get(index)
+    if call is None:
+        return None
+    return next(replica for replica, number in call.groups if number == index)
+
+
+def disagreements(rivals: Sequence[Rival], outputs: Tensor) -> list[Disagreement]:
+    """Those of the rivals whose losers said something else. `outputs` [rivals, width] is what they said."""
+    found = []
+    for rival, output in zip(rivals, outputs, strict=True):
+        d = float(residual(output, rival.sample.output))
+        summed = rival.sample.weights is not None
+        if d > pair_limit(rival.loser, rival.winner, summed=summed):
+            found.append(Disagreement(rival, output, d))
+    return found
+
+
+class Kept:
+    """What the losers of races that are over should agree with, by call id. Its owner has a lock."""
+
+    def __init__(self, *, most: int = MAX_KEPT, seconds: float = KEPT_S) -> None:
+        self._most, self._seconds = most, seconds
+        self._kept: OrderedDict[int, tuple[float, tuple[Rival, ...]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, call_id: int, rivals: tuple[Rival, ...], now: float) -> None:
+        """Keep them until the call answers; the oldest give way, and those whose time is over."""
+        if rivals:
+            self._kept[call_id] = (now + self._seconds, rivals)
+        while self._kept:
+            until, _ = next(iter(self._kept.values()))
+            if len(self._kept) <= self._most and now < until:
+                break
+            self._kept.popitem(last=False)
+
+    def take(self, call_id: int, now: float) -> tuple[Rival, ...]:
+        """What the call's reply is to be compared with; nothing where it is too late for that."""
+        until, rivals = self._kept.pop(call_id, (now, ()))
+        return rivals if now < until else ()
