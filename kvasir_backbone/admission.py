@@ -5,8 +5,9 @@ pay for it: with every further stream all tokens come later. So the number of pl
 time between two tokens of a stream is noted beside how many streams there were; a straight line through that,
 `a + b x streams`, says what one more would cost. There are as many places as keep it within `stretch` times
 what a stream has by itself: where compute is the limit (a large `b`) few, where the network is (a large `a`)
-many. One who finds no place may wait for the next that comes free, if that is expected within `max_wait_s`;
-everyone else is refused at once and told when to come back.
+many. A prompt may cost those who write more than another stream does; then, while some write, prompts start
+one after another. Whoever cannot start at once waits in line, but not longer than a first token takes by
+itself; everyone else is refused at once and told when to come back.
 
 Pure: time is an argument. Knows counts and seconds. Knows no requests, no model and no HTTP.
 """
@@ -27,7 +28,7 @@ BIN_TOKENS: Final = 512.0
 SERVICE_REQUESTS: Final = 32.0
 """About over how many requests the time that one holds its place is averaged."""
 FIRST_GUESS_S: Final = 5.0
-"""How long a request holds its place, while none has ended yet."""
+"""How long a first token takes and a request holds its place, while none is known."""
 MAX_RETRY_S: Final = 60.0
 
 
@@ -35,10 +36,10 @@ MAX_RETRY_S: Final = 60.0
 class AdmissionConfig:
     """The bounds of admission."""
 
-    stretch: float = 2.5
+    stretch: float = 2.0
     """The time between tokens with all places taken, as a multiple of what a stream has by itself."""
-    max_wait_s: float = 0.05
-    """How long a request may be expected to wait for a place before it is refused."""
+    max_wait_s: float | None = None
+    """How long a request may wait in line before it is refused; None: as long as a first token takes."""
     least_places: int = 8
     """Places that there are whatever was measured."""
     most_places: int = 256
@@ -47,7 +48,7 @@ class AdmissionConfig:
     def __post_init__(self) -> None:
         if self.stretch < 1:
             raise ConfigError("--max-slowdown must be at least 1: the speed of a stream by itself")
-        if self.max_wait_s < 0:
+        if self.max_wait_s is not None and self.max_wait_s < 0:
             raise ConfigError("--max-wait must not be negative")
         if not 1 <= self.least_places <= self.most_places:
             raise ConfigError("there must be at least one place, and no more than the most")
@@ -70,29 +71,64 @@ class _Bin:
 
 
 @dataclass(slots=True)
+class _Mean:
+    """A running mean, over about the last `most` values; a first guess before there is one."""
+
+    value: float
+    most: float
+    seen: float = 0.0
+
+    def observe(self, value: float) -> None:
+        self.seen = min(self.most, self.seen + 1)
+        self.value += (value - self.value) / self.seen
+
+
+@dataclass(slots=True)
 class Admission:
-    """Keeps count of the streams that are in. `enter` and `leave` for each, `observe` for each token."""
+    """Keeps count of the streams that are in: `enter`, `began` at the first token, `observe`, `leave`."""
 
     config: AdmissionConfig = field(default_factory=AdmissionConfig)
     streams: int = 0
-    """Streams that are in: running or waiting for a place."""
+    """Streams that are in."""
+    starting: int = 0
+    """Those of them that have no token yet."""
     refused: int = 0
     """Streams that were refused."""
     _bins: dict[int, _Bin] = field(default_factory=dict)
-    _held_s: float = FIRST_GUESS_S
-    _held: float = 0.0
+    _service: _Mean = field(default_factory=lambda: _Mean(FIRST_GUESS_S, SERVICE_REQUESTS))
+    _first: _Mean = field(default_factory=lambda: _Mean(FIRST_GUESS_S, SERVICE_REQUESTS))
+    _calm: _Mean = field(default_factory=lambda: _Mean(0.0, BIN_TOKENS))
+    _disturbed: _Mean = field(default_factory=lambda: _Mean(0.0, BIN_TOKENS))
+    _began_at: float = float("-inf")
 
-    def check(self, now: float, streams: int = 1) -> None:
-        """Raise `Refused("overloaded")` with the time to come back where so many more are not let in.
+    @property
+    def max_wait_s(self) -> float:
+        """How long a request may wait in line."""
+        return self._first.value if self.config.max_wait_s is None else self.config.max_wait_s
 
-        Whoever finds nobody in is let in, however many streams that is.
-        """
+    def may_start(self, now: float, streams: int = 1) -> bool:
+        """Whether so many more streams may start at once. Whoever finds nobody in may, however many."""
         if self.streams == 0:
+            return True
+        writing = self.streams - self.starting
+        if writing >= self.config.least_places // 2 and self.starting >= self.starts(now):
+            return False
+        return self.streams + streams <= self.places(now)
+
+    def check(self, now: float, streams: int = 1, ahead: int = 0) -> None:
+        """Raise `Refused("overloaded")`, with the time to come back, where waiting in line is no use.
+
+        `ahead` streams are in line already.
+        """
+        if ahead == 0 and self.may_start(now, streams):
             return
         places = self.places(now)
-        wait = self.expected_wait_s(places, streams)
-        if wait <= self.config.max_wait_s:
-            return
+        wait = self.expected_wait_s(now, places, streams + ahead)
+        if wait > self.max_wait_s:
+            raise self.refusal(places, wait, streams)
+
+    def refusal(self, places: int, wait: float, streams: int = 1) -> Refused:
+        """The refusal of so many streams, which is counted."""
         self.refused += streams
         message = (
             f"{self.streams} texts are being written already, and this swarm has places for {places}: ask "
@@ -100,21 +136,29 @@ class Admission:
             if wait >= 1
             else f"All {places} places are taken: ask again in a moment"
         )
-        raise Refused("overloaded", message, retry_after_s=min(MAX_RETRY_S, wait))
+        return Refused("overloaded", message, retry_after_s=min(MAX_RETRY_S, wait))
 
-    def enter(self, now: float, streams: int = 1) -> None:
-        """Let so many streams in. Raises as `check` does."""
-        self.check(now, streams)
+    def enter(self, streams: int = 1) -> None:
+        """So many streams are let in."""
         self.streams += streams
+        self.starting += streams
 
-    def leave(self, streams: int, held_s: float) -> None:
-        """So many streams have ended, however, after that many seconds."""
+    def began(self, first_s: float, now: float) -> None:
+        """A stream's first token came, so many seconds after it was let in."""
+        self.starting -= 1
+        self._first.observe(first_s)
+        self._began_at = now
+
+    def leave(self, streams: int, silent: int, held_s: float) -> None:
+        """So many streams have ended, however, after that many seconds; `silent` of them without a token."""
         self.streams -= streams
-        self._held = min(SERVICE_REQUESTS, self._held + 1)
-        self._held_s += (held_s - self._held_s) / self._held
+        self.starting -= silent
+        self._service.observe(held_s)
 
     def observe(self, gap_s: float, now: float) -> None:
         """A stream's next token came `gap_s` seconds after the one before."""
+        disturbed = self.starting > 0 or now - self._began_at <= gap_s
+        (self._disturbed if disturbed else self._calm).observe(gap_s)
         streams = min(self.streams, self.config.most_places)  # more are not run, and cost the others nothing
         key = streams.bit_length()  # 1, 2-3, 4-7, ...
         kept = self._bins.get(key)
@@ -135,10 +179,26 @@ class Admission:
         count = 1 + (self.config.stretch - 1) * alone / slope
         return int(max(self.config.least_places, min(self.config.most_places, count)))
 
-    def expected_wait_s(self, places: int, streams: int) -> float:
-        """How long until so many more streams all have a place: one comes free every (time held / places)."""
+    def starts(self, now: float) -> int:
+        """How many streams may be without a token at one time while others write.
+
+        As many as lengthen the time between tokens of the others by no more than taking all places does.
+        """
+        cost_s = self._disturbed.value - self._calm.value
+        if not self._calm.seen or cost_s <= 0:
+            return self.config.most_places
+        return max(1, int((self.config.stretch - 1) * self._calm.value / cost_s))
+
+    def expected_wait_s(self, now: float, places: int, streams: int) -> float:
+        """How long until so many more streams have all started.
+
+        A place comes free every (time held / places), and a start every (time to a first token / starts).
+        """
         short = self.streams + streams - places
-        return 0.0 if short <= 0 else short * self._held_s / places
+        for_place = max(0, short) * self._service.value / places
+        starts = self.starts(now)
+        for_start = max(0, self.starting + streams - starts) * self._first.value / starts
+        return max(for_place, for_start)
 
     def _line(self, now: float) -> tuple[float, float] | None:
         """The time between tokens of a stream by itself, and by how much each further one lengthens it.

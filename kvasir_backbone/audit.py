@@ -76,6 +76,9 @@ def unfinite_rows(outputs: Tensor) -> list[int]:
     return (~torch.isfinite(outputs).all(dim=-1)).nonzero().flatten().tolist()
 
 
+_LARGEST: Final = torch.finfo(torch.float32).max
+
+
 class NormBand:
     """The ratio |output| / |row| that the experts of each layer produce, learnt from trusted outputs only."""
 
@@ -88,6 +91,11 @@ class NormBand:
         low, high = float(ratios.min()), float(ratios.max())
         known = self._seen.get(layer)
         self._seen[layer] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
+
+    def bounds(self, layer: int) -> tuple[float, float]:
+        """The ratios beyond which an output of `layer` is suspect; all finite ones are within, while unknown."""
+        known = self._seen.get(layer)
+        return (0.0, _LARGEST) if known is None else (known[0] / BAND_SLACK, known[1] * BAND_SLACK)
 
     def suspects(self, layer: int, rows: Tensor, outputs: Tensor) -> list[int]:
         """Indices of pairs outside the band; none while the layer's band is unknown."""

@@ -29,7 +29,16 @@ from relay.places import state_folder
 from .addresses import Door, find_door
 from .admission import AdmissionConfig
 from .bundled import bundled_model_path
-from .config import DEFAULT_PORT, DTYPES, FALLBACKS, BackboneConfig
+from .config import (
+    DEFAULT_PORT,
+    DRAFTINGS,
+    DTYPES,
+    FALLBACKS,
+    MAX_RUNNING,
+    MAX_WAITING,
+    STEP_THREADS,
+    BackboneConfig,
+)
 from .hub import HubAccess, HubReference, parse_model
 
 if TYPE_CHECKING:
@@ -156,7 +165,31 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         type=float,
         default=AdmissionConfig().max_wait_s,
         metavar="SECONDS",
-        help="refuse requests (429) that would wait longer for a place (default: %(default)g)",
+        help="refuse requests (429) that would wait in line longer (default: as long as a first token takes)",
+    )
+    up.add_argument(
+        "--max-running",
+        type=int,
+        default=MAX_RUNNING,
+        help="requests computed at one time, as far as the attention cache holds them (default: %(default)s)",
+    )
+    up.add_argument(
+        "--max-waiting",
+        type=int,
+        default=MAX_WAITING,
+        help="requests that wait for that; more are answered 429 (default: %(default)s)",
+    )
+    up.add_argument(
+        "--step-threads",
+        type=int,
+        default=STEP_THREADS,
+        help="threads that compute while others wait for experts (default: %(default)s)",
+    )
+    up.add_argument(
+        "--drafting",
+        choices=DRAFTINGS,
+        default=DRAFTINGS[0],
+        help="guess coming tokens where that pays; never changes a text (default: %(default)s)",
     )
     up.add_argument("--window-bytes", type=_size, default="256MiB", help="size of a window")
     up.add_argument(
@@ -218,6 +251,10 @@ def _up(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         window_bytes=arguments.window_bytes,
         kv_bytes=arguments.kv_bytes,
+        max_running=arguments.max_running,
+        max_waiting=arguments.max_waiting,
+        step_threads=arguments.step_threads,
+        drafting=arguments.drafting,
         admission=AdmissionConfig(stretch=arguments.max_slowdown, max_wait_s=arguments.max_wait),
         local_layers=arguments.local_layers,
         fallback=arguments.fallback,
@@ -332,6 +369,13 @@ def _status(arguments: argparse.Namespace) -> int:
         return 0
     console = _console()
     console.print(f"{answer['model']} at {answer['url']}: {answer['phase']}, up {answer['uptime_s']:.0f} s")
+    if "engine" in answer:
+        engine = answer["engine"]
+        console.print(
+            f"{engine['running']} requests running, {engine['waiting']} waiting, "
+            f"{engine['micro_batches']} micro-batches, {engine['tokens_per_trip']:.2f} tokens a trip "
+            f"({engine['accepted']:,} of {engine['drafted']:,} drafted tokens stood)"
+        )
     if "coverage" in answer:
         dispatch = answer["dispatch"]
         console.print(

@@ -52,11 +52,11 @@ async def run_choices(
     deliver: Deliver,
     *,
     tick_s: float,
-    heard: Callable[[float], None] = lambda gap_s: None,
+    heard: Callable[[float | None], None] = lambda gap_s: None,
 ) -> None:
     """Run all `requests` to their ends, handing every piece to `deliver`, choices interleaved as they come.
 
-    `heard` is told the time between each two tokens of a choice, in seconds.
+    `heard` is told of every token: the seconds since the choice's token before, None for its first.
 
     Ends early with the first failure of a choice or of `deliver`; whatever way it ends, nothing is left
     running in the engine. Raises `KvasirError` from the engine, and whatever `deliver` raises.
@@ -82,14 +82,13 @@ async def _pump(
     generation: Generation,
     text: TextStream,
     queue: asyncio.Queue[Piece],
-    heard: Callable[[float], None],
+    heard: Callable[[float | None], None],
 ) -> None:
     """One choice: tokens -> pieces, up to its end or its stop string."""
     tokens: list[int] = []
     last_at: float | None = None
     async for token in generation:
-        if last_at is not None:
-            heard(token.at - last_at)
+        heard(None if last_at is None else token.at - last_at)
         last_at = token.at
         tokens.append(token.id)
         shown = text.feed(token.id)

@@ -18,6 +18,10 @@ from .hub import HubAccess, HubReference
 DEFAULT_PORT: Final = 8420
 DTYPES: Final = ("auto", "float32", "bfloat16")
 FALLBACKS: Final = ("disk", "none")
+DRAFTINGS: Final = ("auto", "off")
+MAX_RUNNING: Final = 256
+MAX_WAITING: Final = 256
+STEP_THREADS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,14 @@ class BackboneConfig:
     """Who is let in under load, and who is answered 429."""
     local_layers: int = 0
     """How many of the first MoE layers run here and are given to no node (see docs/security.md)."""
+    max_running: int = MAX_RUNNING
+    """Requests computed at one time, as far as the attention cache holds them."""
+    max_waiting: int = MAX_WAITING
+    """Requests that wait for that; more are answered 429."""
+    step_threads: int = STEP_THREADS
+    """Threads that compute steps: one computes while another waits for experts."""
+    drafting: str = "auto"
+    """Guess coming tokens from the text so far: auto (where it pays) or off. Never changes a text."""
     fallback: str = "disk"
     """What computes experts without a live owner: the checkpoint (disk or hub), or none (503)."""
     expert_memory_bytes: int = 1024 * 1024 * 1024
@@ -82,11 +94,16 @@ class BackboneConfig:
             raise ConfigError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.fallback not in FALLBACKS:
             raise ConfigError(f"--fallback {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
+        if self.drafting not in DRAFTINGS:
+            raise ConfigError(f"--drafting {self.drafting!r} is not one of {', '.join(DRAFTINGS)}")
         if self.kv_bytes is not None and self.kv_bytes <= 0:
             raise ConfigError("--kv-bytes must be positive, such as 512MB")
         if self.local_layers < 0:
             raise ConfigError("--local-layers must be 0 or more")
         for name in (
+            "max_running",
+            "max_waiting",
+            "step_threads",
             "window_bytes",
             "expert_memory_bytes",
             "expert_cache_bytes",

@@ -74,6 +74,11 @@ def carried(
     one response row that a `weighted` call has for it.
     """
     chosen = set(taken)
+    if len(call.groups) == 1 and chosen and all(metered):
+        replica, index = call.groups[0]
+        rows, outputs = len(parts[index].rows), len(parts[index].slots)
+        size = (rows + (rows if weighted else outputs)) * row_bytes + ID_BYTES * outputs
+        return (LeaseShare(replica.lease, replica.epoch, size),)
     seen: set[int] = set()
     shares: list[LeaseShare] = []
     for replica, index in call.groups:

@@ -45,6 +45,7 @@ from relay.server import FixedMarket, Relay
 
 from .addresses import close_door, local_urls, open_door
 from .admission import Admission
+from .answers import Numerics
 from .config import BackboneConfig
 from .gateway import Gateway, GatewayConfig
 from .late import LateEngine, LatePrompter
@@ -154,10 +155,10 @@ class _Daemon:
         self.backbone.url = urls[0]
         self.backbone.join = JoinLink(urls[0], keys.root_public).text
         self.gateway = Gateway(
-            GatewayConfig(model=config.name),
+            _gateway_config(config),
             engine=self.engine,
             prompter=self.prompter,
-            numerics=lambda: "exact" if self.backbone.swarm is None else self.backbone.swarm.numerics(),
+            numerics=self._numerics,
             admission=Admission(config.admission),
         )
         self.interrupts: list[Callable[[], None]] = []
@@ -203,6 +204,13 @@ class _Daemon:
         if not self.config.relay:
             return ()
         return (RelayListing("/relay/v1", self.relay.certificate.document, self.relay.load),)
+
+    def _numerics(self) -> Numerics:
+        """Whether texts are exact: one class of arithmetic in the swarm, and company changes no bits here."""
+        swarm, model = self.backbone.swarm, self.backbone.model
+        if model is not None and model.varies is not None:
+            return "mixed"
+        return "exact" if swarm is None else swarm.numerics()
 
     def _keep_checkpoint(self, checkpoint: Checkpoint) -> None:
         """From the planning thread, at once: it is closed even if the daemon ends while it plans."""
@@ -337,7 +345,7 @@ class _Daemon:
         )
         engine.start()
         backbone.model, backbone.engine = model, engine
-        self.gateway.config = GatewayConfig(model=self.config.name, created=int(time.time()))
+        self.gateway.config = _gateway_config(self.config, created=int(time.time()))
         self.prompter.set(prompter)
         self.engine.set(engine)
         if backbone.phase == "loading":
@@ -352,6 +360,11 @@ class _Daemon:
             windows=len(built.plan.windows),
             seconds=time.monotonic() - backbone.started,
         )
+
+
+def _gateway_config(config: BackboneConfig, created: int = 0) -> GatewayConfig:
+    """The API takes as many requests as may run and wait."""
+    return GatewayConfig(config.name, created, max_requests=config.max_running + config.max_waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,12 +438,23 @@ def _build_engine(
 ) -> tuple[BackboneModel, Engine, Prompter]:
     """Load the model without its experts and make its engine. Run off the loop."""
     from .engine import Engine, EngineConfig
+    from .invariance import prove
     from .model import BackboneModel
 
     dispatcher = keep_local(swarm.dispatcher, built.references.at("stored"), built.local_layers)
     model = BackboneModel.load(built.checkpoint, dtype=built.dtype, dispatcher=dispatcher)
+    model.varies = prove(model)
+    if model.varies is not None:
+        _log.warning("numerics.varies", reason=model.varies)
     kv_bytes = config.kv_bytes or max(1 << 24, psutil.virtual_memory().available // 4)
-    engine = Engine(model, EngineConfig(kv_bytes=kv_bytes))
+    settings = EngineConfig(
+        kv_bytes=kv_bytes,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        step_threads=config.step_threads,
+        drafting=config.drafting == "auto",
+    )
+    engine = Engine(model, settings)
     return model, engine, Prompter(model.tokenizer, model.vocabulary)
 
 

@@ -11,13 +11,14 @@ outputs, and combining them is the engine's.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -25,6 +26,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from kvasir_node import kernels
 from kvasir_node.calls import MAX_MESSAGE_BYTES, Buffers, Call, Group, Reply, encode, reply_bytes
 from kvasir_node.residual import residual
 from kvasir_node.tensors import bytes_to_rows, rows_to_bytes
@@ -172,7 +174,9 @@ class _Run:
 
     def result(self) -> Tensor:
         """The outputs as the seam has them: [n, k, width], or combined [n, width]."""
-        return self.out.view(len(self.rows), self.k, -1) if self.weights is None else self.out
+        if self.weights is not None:
+            return self.out
+        return self.out.view(self.rows.shape[0], self.k, self.rows.shape[1])
 
 
 class SwarmDispatcher:
@@ -220,6 +224,8 @@ class SwarmDispatcher:
         self._kept = Kept()
         self._sent: dict[int, float] = {}
         self._demand: Counter[int] = Counter()
+        self._blocks: dict[tuple[int, int, bool], int] = {}
+        self._chatty = _log.is_enabled_for(logging.DEBUG)
 
     # --- the seam ------------------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class SwarmDispatcher:
     def _fly(self, run: _Run) -> None:
         """From the first instructions to the end of every part."""
         flight = run.flight
-        with self._owners():
+        with self._book.lock:
             todo = flight.start(self._clock())
         while True:
             self._carry_out(run, todo)
@@ -270,13 +276,7 @@ class SwarmDispatcher:
             fallback=self._fallback,
             deadline=deadline,
             min_failover_s=self._min_failover_s,
-            block=rows_of_a_call(
-                self._plan.row_bytes,
-                k,
-                self._windows[layer],
-                max_bytes=self._max_message_bytes,
-                weighted=weighted,
-            ),
+            block=self._block(layer, k, weighted),
         )
         with self._book.lock:
             self.stats.dispatches += 1
@@ -287,10 +287,18 @@ class SwarmDispatcher:
         metered = [key.metered for key in keys]
         return _Run(flight, layer, rows, k, out, metered, deadline, queue.SimpleQueue(), weights)
 
-    @contextmanager
-    def _owners(self) -> Iterator[None]:
-        with self._book.lock:
-            yield
+    def _block(self, layer: int, k: int, weighted: bool) -> int:
+        """Rows of one call of `layer` at most."""
+        found = self._blocks.get((layer, k, weighted))
+        if found is None:
+            found = self._blocks[layer, k, weighted] = rows_of_a_call(
+                self._plan.row_bytes,
+                k,
+                self._windows[layer],
+                max_bytes=self._max_message_bytes,
+                weighted=weighted,
+            )
+        return found
 
     def _wait(self, run: _Run) -> list[Instruction]:
         """The next fact, and what the planner makes of it."""
@@ -298,7 +306,7 @@ class SwarmDispatcher:
         try:
             end = run.facts.get(timeout=pause) if pause > 0 else run.facts.get_nowait()
         except queue.Empty:
-            with self._owners():
+            with self._book.lock:
                 return run.flight.handle_timeout(self._clock(), self._lines.roster())
         call = run.flight.call(end.call)
         if call is None:
@@ -314,7 +322,7 @@ class SwarmDispatcher:
                 return self._accept(run, call, outputs, end.at)
             code = "rejected"
         self._note_failure(call, code, reason)
-        with self._owners():
+        with self._book.lock:
             return run.flight.got_failure(call.id, self._clock())
 
     # --- calls ---------------------------------------------------------------------------------------
@@ -338,8 +346,8 @@ class SwarmDispatcher:
                 self._run_fallback(run, item.parts)
 
     def _send(self, run: _Run, call: WorkerCall) -> None:
-        everything = len(call.rows) == len(run.rows)
-        rows = run.rows if everything else run.rows[list(call.rows)]
+        everything = len(call.rows) == run.rows.shape[0]
+        rows = run.rows if everything else run.rows[torch.tensor(call.rows)]
         left_ms = int(1000 * max(0.001, min(run.deadline - self._clock(), 600.0)))
         message = encode(
             Call(
@@ -405,8 +413,10 @@ class SwarmDispatcher:
 
         An output that is not finite here either is the model's doing, not the worker's.
         """
+        if self._all_within(run, call, outputs):
+            return None
         row_of, expert_of, replica_of = reply_order(call, run.flight)
-        rows = run.rows[row_of]
+        rows = run.rows[torch.tensor(row_of)]
         broken = unfinite_rows(outputs)
         suspects = broken or self._band.suspects(run.layer, rows, outputs)
         for place in suspects[:MAX_SUSPECTS]:
@@ -429,6 +439,17 @@ class SwarmDispatcher:
             self._band.learn(run.layer, row, expected)
         return None
 
+    def _all_within(self, run: _Run, call: WorkerCall, outputs: Tensor) -> bool:
+        """Whether the C core finds nothing to look at; False where it is absent, or does not know the dtype."""
+        kernel = kernels.loaded()
+        if kernel is None or outputs.dtype not in kernels.ROW_KINDS or run.rows.dtype != outputs.dtype:
+            return False
+        low, high = self._band.bounds(run.layer)
+        rows = run.rows.contiguous()
+        if len(call.groups) == 1 and call.outputs == run.rows.shape[0] * run.k:
+            return kernel.all_within(rows, outputs, low, high, each=run.k)
+        return kernel.all_within(rows, outputs, low, high, row_of=reply_order(call, run.flight)[0])
+
     def _recompute(self, layer: int, expert: int, row: Tensor, precision: str) -> Tensor:
         if self._reference is None:
             raise Refused("not_found", "the backbone has no bytes of its own")
@@ -436,7 +457,7 @@ class SwarmDispatcher:
 
     def _accept(self, run: _Run, call: WorkerCall, outputs: Tensor, at: float) -> list[Instruction]:
         flight = run.flight
-        with self._owners():
+        with self._book.lock:
             taken = flight.got_reply(call.id, at)
             todo = flight.stranded(at)
             self.stats.outcomes["completed" if taken else "hedge_lost"] += 1
@@ -450,25 +471,30 @@ class SwarmDispatcher:
         shares = carried(call, flight.parts, taken, run.metered, self._plan.row_bytes, weighted=weighted)
         if shares:
             self._credit.pay(call.device, call.id, run.layer, shares, at)
-        _log.debug(
-            "call.returned",
-            outcome="completed" if taken else "hedge_lost",
-            device=address_of(call.device),
-            layer=run.layer,
-            rows=len(call.rows),
-            outputs=call.outputs,
-            bytes=sum(share.nbytes for share in shares),
-        )
+        if self._chatty:
+            _log.debug(
+                "call.returned",
+                outcome="completed" if taken else "hedge_lost",
+                device=address_of(call.device),
+                layer=run.layer,
+                rows=len(call.rows),
+                outputs=call.outputs,
+                bytes=sum(share.nbytes for share in shares),
+            )
         return todo
 
     def _store(self, run: _Run, call: WorkerCall, outputs: Tensor, taken: Collection[int]) -> None:
         """Put the outputs of the parts taken where they belong."""
+        if len(call.groups) == 1:
+            if taken:
+                _put(run, run.flight.parts[call.groups[0][1]].slots, outputs.to(run.out.dtype))
+            return
         start = 0
         for _, index in call.groups:
             part = run.flight.parts[index]
             stop = start + len(part.slots)
             if index in taken:
-                run.out[list(part.slots)] = outputs[start:stop].to(run.out.dtype)
+                _put(run, part.slots, outputs[start:stop].to(run.out.dtype))
             start = stop
 
     def _drawer(
@@ -602,11 +628,21 @@ class SwarmDispatcher:
         return {self._plan.windows[number].name: rows for number, rows in taken.items()}
 
 
+def _put(run: _Run, slots: Sequence[int], outputs: Tensor) -> None:
+    """Outputs to their places; where they are all of them, they are what comes out, and nothing is copied."""
+    if len(slots) == run.out.shape[0]:
+        run.out = outputs
+    elif slots[-1] - slots[0] + 1 == len(slots):
+        run.out[slots[0] : slots[-1] + 1] = outputs
+    else:
+        run.out[torch.tensor(slots)] = outputs
+
+
 def make_group(replica: Replica, call: WorkerCall, flight: Flight, index: int) -> Group:
     """The group of one part in its call: a count for every row of the call, and the ids."""
     part = flight.parts[index]
     ids = tuple(itertools.chain.from_iterable(part.ids))
-    if part.rows == call.rows:
+    if len(part.rows) == len(call.rows):  # a part's rows are among its call's
         return Group(replica.ref, tuple(map(len, part.ids)), ids)
     counts = dict(zip(part.rows, map(len, part.ids), strict=True))
     return Group(replica.ref, tuple(counts.get(row, 0) for row in call.rows), ids)

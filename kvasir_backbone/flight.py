@@ -61,13 +61,13 @@ class Part:
 
     `rows` are indices into the dispatched rows, ascending; `ids[i]` the experts of `rows[i]` in this
     window; `slots` their places in the flattened [n * k] outputs, in the order of a reply: row by row, and
-    in a row by id as given.
+    in a row by id as given. Where one window has all of it, rows and slots are ranges.
     """
 
     window: int
-    rows: tuple[int, ...]
-    ids: tuple[tuple[int, ...], ...]
-    slots: tuple[int, ...]
+    rows: Sequence[int]
+    ids: Sequence[Sequence[int]]
+    slots: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class WorkerCall:
     id: int
     device: PublicKey
     layer: int
-    rows: tuple[int, ...]
+    rows: Sequence[int]
     groups: tuple[tuple[Replica, int], ...]
     outputs: int
 
@@ -171,6 +171,9 @@ def assign(
     `candidates[index]` are the replicas that may be asked for that part, at least one. Among those within
     `NEAR_BEST` of the best, one that gets a message anyway is preferred, else one is drawn.
     """
+    if len(parts) == 1 and len(candidates[parts[0][0]]) == 1:
+        index = parts[0][0]
+        return {candidates[index][0].device: [(candidates[index][0], index)]}
     load: dict[PublicKey, int] = {}
     chosen: dict[PublicKey, list[tuple[Replica, int]]] = {}
     for index, part in sorted(parts, key=lambda item: (-len(item[1].slots), item[0])):
@@ -223,7 +226,13 @@ class Flight:
         block: int = MAX_CALL_ROWS,
     ) -> None:
         self.layer = layer
-        self.parts = split(roster.windows.owners(layer), ids, block)
+        whole = roster.windows.whole(layer)
+        if whole is not None and len(ids) <= block:
+            self.parts: tuple[Part, ...] = (
+                Part(whole, range(len(ids)), ids, range(len(ids) * len(ids[0]))),
+            )
+        else:
+            self.parts = split(roster.windows.owners(layer), ids, block)
         self.deadline = deadline
         self.accepted: dict[int, WorkerCall | None] = {}
         """Part -> the call whose reply was taken; None where the fallback ran."""
@@ -363,6 +372,11 @@ class Flight:
             [(index, self.parts[index]) for index in candidates], candidates, self._owners, self._rng
         )
         for device, groups in chosen.items():
+            if len(groups) == 1:
+                call = self._make_call(device, tuple(groups))
+                self._begin(call, now, hedge=hedge)
+                instructions.append(Send(call))
+                continue
             groups.sort(key=lambda group: group[1])
             for _, batch in itertools.groupby(
                 groups, lambda group: self.parts[group[1]].rows[0] // self._block
@@ -374,18 +388,23 @@ class Flight:
 
     def _make_call(self, device: PublicKey, groups: tuple[tuple[Replica, int], ...]) -> WorkerCall:
         """A message for parts of one block, each of another window: no row and no lease comes twice."""
+        if len(groups) == 1:
+            part = self.parts[groups[0][1]]
+            return WorkerCall(
+                self._next_call(), device, self.layer, part.rows, groups, len(part.slots)
+            )
         rows = sorted({row for _, index in groups for row in self.parts[index].rows})
         outputs = sum(len(self.parts[index].slots) for _, index in groups)
         return WorkerCall(self._next_call(), device, self.layer, tuple(rows), groups, outputs)
 
     def _begin(self, call: WorkerCall, now: float, *, hedge: bool) -> None:
         pace = self._owners[call.device].pace
-        behind = call.outputs + pace.outstanding
+        p95, failover = pace.patience_s(call.outputs + pace.outstanding, self._min_failover_s)
         self._attempts[call.id] = _Attempt(
             call,
             sent_at=now,
-            hedge_at=float("inf") if hedge else now + pace.p95_s(behind),
-            failover_at=now + pace.failover_s(behind, self._min_failover_s),
+            hedge_at=float("inf") if hedge else now + p95,
+            failover_at=now + failover,
             hedge=hedge,
         )
         pace.begin(call.outputs)

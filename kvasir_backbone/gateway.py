@@ -10,10 +10,9 @@ Knows HTTP and the engine's front door. Knows no expert, window or node.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -36,6 +35,7 @@ from .answers import (
     id_header,
 )
 from .completions import FrontDoor, run_choices
+from .door import Door
 from .engine import GenerationRequest
 from .openai_types import Answer, ApiError, Body, context_too_long, parse_chat, parse_completion, parse_json
 from .prompting import Prompter
@@ -81,7 +81,7 @@ class Gateway:
     """The API over one engine.
 
     `numerics` says whether the swarm's owners share one numerics class at the moment; `admission` says who is
-    let in (None: everyone for whom the gateway and the engine have a place). The gateway owns
+    let in (None: by its defaults). The gateway owns
     one thread for tokenising; `close` ends it.
     """
 
@@ -101,7 +101,7 @@ class Gateway:
         self._engine = engine
         self._prompter = prompter
         self._numerics = numerics
-        self._admission = admission
+        self._door = Door(admission or Admission(), clock)
         self._clock = clock
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._open = 0
@@ -226,7 +226,7 @@ class Gateway:
         generations = await self._prepare(body, tally)
         sink = self._sink(request, body, tally, [generation.prompt_ids for generation in generations])
         try:
-            with self._admitted(len(generations)) as heard:
+            async with self._door.enter(len(generations)) as visit:
                 await run_choices(
                     self._engine,
                     self._prompter.decode,
@@ -234,7 +234,7 @@ class Gateway:
                     body.sampling.stops,
                     sink.deliver,
                     tick_s=self.config.tick_s,
-                    heard=heard,
+                    heard=visit.heard,
                 )
         except KvasirError as caught:
             if isinstance(sink, WholeAnswer) or not sink.started:
@@ -245,19 +245,6 @@ class Gateway:
         response = await sink.end(self._numerics())
         self._log(tally, "completed", 200)
         return response
-
-    @contextlib.contextmanager
-    def _admitted(self, streams: int) -> Iterator[Callable[[float], None]]:
-        """Let so many streams in while the context lasts, or raise `Refused`; gives what hears of gaps."""
-        admission, started = self._admission, self._clock()
-        if admission is None:
-            yield lambda gap_s: None
-            return
-        admission.enter(started, streams)
-        try:
-            yield lambda gap_s: admission.observe(gap_s, self._clock())
-        finally:
-            admission.leave(streams, self._clock() - started)
 
     def _sink(
         self, request: web.Request, body: Body, tally: Tally, prompts: Prompts
@@ -282,8 +269,7 @@ class Gateway:
         if self._open > self.config.max_requests:
             message = f"All {self.config.max_requests} places are taken. Ask again soon."
             raise Refused("overloaded", message, retry_after_s=1.0)
-        if self._admission is not None:
-            self._admission.check(self._clock())
+        self._door.check()
 
     async def _read(self, request: web.Request) -> bytes:
         """The whole body. Raises `ApiError` 408, 413, 415."""

@@ -35,7 +35,7 @@ from . import packed, routing
 from .checkpoint import Checkpoint
 from .coalescing import MAX_PASSES, SideBySide
 from .footprint import Zeros, held_bytes, measure
-from .packed import KvMemory, PackedBatch, PackedCache, padded_rows
+from .packed import MIN_ROWS, KvMemory, PackedBatch, PackedCache, padded_rows
 from .routing import NothingLeft, Routed, RoutingLog, StepRouting
 from .scheduler import Segment
 from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey
@@ -100,7 +100,8 @@ class BackboneModel:
     may be computed in several pieces. `dispatcher` runs the experts and may be replaced between steps.
     `kv_token_bytes` are the bytes of keys and values of one position (an upper bound where transformers keeps
     them itself), `state_bytes` what a request keeps beside, whatever its length. `routed` are the experts of
-    a layer and how many of them a row gets.
+    a layer and how many of them a row gets. A pass never has fewer than `least_rows` rows; `varies`
+    says how a row's bits depend on its company in spite of that (see `invariance`).
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: str, dispatcher: Dispatcher | None) -> None:
@@ -123,6 +124,8 @@ class BackboneModel:
         self.context_length = int(getattr(text, "max_position_embeddings", 0) or 2**20)
         self.kv_token_bytes = kv_token_bytes(text, DTYPES[dtype].itemsize)
         self.eos_ids = _eos_ids(model)
+        self.least_rows = MIN_ROWS
+        self.varies: str | None = None
         self.memory = KvMemory()
         self._cache = PackedCache(self.memory)
         self._caches: dict[int, Any] = {}
@@ -213,7 +216,7 @@ class BackboneModel:
 
     def _forward_packed(self, works: Sequence[Work]) -> StepResult:
         batch = PackedBatch([work.segment for work in works], self.memory)
-        total = padded_rows(batch.rows)
+        total = padded_rows(batch.rows, self.least_rows)
         tokens = [token for work in works for token in work.tokens]
         positions = [p for work in works for p in range(work.segment.start, work.segment.end)]
         padding = [0] * (total - batch.rows)
@@ -287,7 +290,8 @@ class BackboneModel:
 
         The output layer runs with as much padding as the rest, made of row `spare`.
         """
-        rows = wanted + [spare] * (padded_rows(len(wanted)) - len(wanted)) if wanted else [spare]
+        total = padded_rows(len(wanted), self.least_rows)
+        rows = wanted + [spare] * (total - len(wanted)) if wanted else [spare]
         try:
             with routing.routing(step), torch.inference_mode():
                 output = self.model(

@@ -136,6 +136,7 @@ class Operator:
         return {
             "plan": swarm.plan_id.hex(),
             "wire_dtype": swarm.plan.wire_dtype,
+            "audit": overview.show_audit(swarm),
             "carried": overview.show_carried(swarm, self._carried, time.monotonic()),
             "numerics": swarm.numerics(),
             "coverage": swarm.roster().coverage(),

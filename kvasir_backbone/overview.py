@@ -141,6 +141,14 @@ def mode_of(swarm: Swarm) -> str:
     return "weighted" if swarm.plan.weighted else "ids"
 
 
+def show_audit(swarm: Swarm) -> dict[str, Any]:
+    """What audits did since the start, and what they take: `rate` audits a valid call and `cpu_share` of the
+    process's CPU time lately; `cpu_s` and `process_cpu_s` since the start.
+    """
+    spending = swarm.auditor.spending
+    return {"rate": spending.rate, "cpu_share": spending.cpu_share, **asdict(swarm.auditor.stats)}
+
+
 def show_carried(swarm: Swarm, rate: TokenRate, now: float) -> dict[str, Any]:
     """Carried bytes since the start and a second, with the mode that they were carried in."""
     rate.note(now, swarm.book.paid_bytes)
@@ -269,9 +277,15 @@ def metrics_text(swarm: Swarm | None, engine: EngineStats | None, meters: Meters
             ("kvasir_steps_total", "", engine.steps),
             ("kvasir_requests_running", "", engine.running),
             ("kvasir_requests_waiting", "", engine.waiting),
+            ("kvasir_preemptions_total", "", engine.preemptions),
+            ("kvasir_micro_batches", "", engine.micro_batches),
+            ("kvasir_trips_total", "", engine.trips),
+            ("kvasir_drafted_tokens_total", "", engine.drafted),
+            ("kvasir_accepted_tokens_total", "", engine.accepted),
+            ("kvasir_tokens_per_trip", "", engine.tokens_per_trip),
         ]
     if swarm is not None:
-        stats = swarm.dispatcher.stats
+        stats, audit = swarm.dispatcher.stats, show_audit(swarm)
         lines += [
             ("kvasir_coverage", "", swarm.roster().coverage()),
             ("kvasir_calls_total", "", stats.calls),
@@ -279,8 +293,16 @@ def metrics_text(swarm: Swarm | None, engine: EngineStats | None, meters: Meters
             ("kvasir_redispatched_total", "", stats.redispatched),
             ("kvasir_fallback_rows_total", "", stats.fallback_rows),
             ("kvasir_carried_bytes_total", f'{{mode="{mode_of(swarm)}"}}', swarm.book.paid_bytes),
-            ("kvasir_audited_total", "", swarm.auditor.stats.audited),
-            ("kvasir_violations_total", "", swarm.auditor.stats.violations),
+            ("kvasir_audited_total", "", audit["audited"]),
+            ("kvasir_violations_total", "", audit["violations"]),
+            ("kvasir_audit_rate", "", audit["rate"]),
+            ("kvasir_audit_cpu_share", "", audit["cpu_share"]),
+            ("kvasir_audit_cpu_seconds_total", "", audit["cpu_s"]),
+            ("kvasir_audits_dropped_total", "", audit["dropped"]),
+            ("kvasir_audits_skipped_total", "", audit["skipped"]),
+            ("kvasir_replies_compared_total", "", audit["compared"]),
+            ("kvasir_replies_disagreed_total", "", audit["disagreed"]),
+            ("kvasir_arbitrated_total", "", audit["arbitrated"]),
         ]
         paths = [link.path for link in swarm.links().values()]
         lines += [

@@ -10,6 +10,7 @@ Pure: time is an argument, in seconds of one monotonic clock. Knows no device, s
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
@@ -36,11 +37,18 @@ LONGEST_COOLING_S: Final = 30.0
 @dataclass(slots=True)
 class _Bucket:
     mean_s: float
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent: deque[float] = field(default_factory=deque)
+    ordered: list[float] = field(default_factory=list)
+    """The same, ascending: kept so, since every dispatch asks for the p95."""
+
+    def add(self, elapsed_s: float) -> None:
+        if len(self.recent) == WINDOW:
+            del self.ordered[bisect_left(self.ordered, self.recent.popleft())]
+        self.recent.append(elapsed_s)
+        insort(self.ordered, elapsed_s)
 
     def p95(self) -> float:
-        ordered = sorted(self.recent)
-        return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)]
+        return self.ordered[min(len(self.ordered) - 1, math.ceil(0.95 * len(self.ordered)) - 1)]
 
 
 class Pace:
@@ -70,7 +78,7 @@ class Pace:
         if bucket is None:
             bucket = self._buckets[outputs.bit_length()] = _Bucket(elapsed_s)
         bucket.mean_s += SMOOTHING * (elapsed_s - bucket.mean_s)
-        bucket.recent.append(elapsed_s)
+        bucket.add(elapsed_s)
 
     def expected_s(self, outputs: int) -> float:
         """Expected latency of a call of that many outputs, nothing else outstanding."""
@@ -95,6 +103,11 @@ class Pace:
         """After this many seconds a call counts as failed: max(4 x p95, 250 ms)."""
         return max(4 * self.p95_s(outputs), floor_s)
 
+    def patience_s(self, outputs: int, floor_s: float = MIN_FAILOVER_S) -> tuple[float, float]:
+        """(`p95_s`, `failover_s`) of such a call."""
+        p95 = self.p95_s(outputs)
+        return p95, max(4 * p95, floor_s)
+
     def _nearest(self, outputs: int) -> tuple[_Bucket, float] | None:
         """The bucket whose calls are most alike, and the factor to scale its latency by (1 or more).
 
@@ -104,6 +117,9 @@ class Pace:
         if not self._buckets:
             return None
         wanted = outputs.bit_length()
+        exact = self._buckets.get(wanted)
+        if exact is not None:
+            return exact, 1.0
         number = min(self._buckets, key=lambda other: (abs(other - wanted), other))
         return self._buckets[number], float(2 ** max(0, wanted - number))
 

@@ -33,9 +33,9 @@ MIN_ROWS: Final = 4
 _active = threading.local()
 
 
-def padded_rows(rows: int) -> int:
-    """Rows of a batch with `rows` real ones: at least one more, and at least `MIN_ROWS`."""
-    return max(rows + 1, MIN_ROWS)
+def padded_rows(rows: int, least: int = MIN_ROWS) -> int:
+    """Rows of a batch with `rows` real ones: at least one more, and at least `least`."""
+    return max(rows + 1, least)
 
 
 class KvMemory:

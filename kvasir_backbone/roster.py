@@ -50,11 +50,18 @@ class WindowMap:
                         owners[expert] = number
             assert -1 not in owners, f"layer {recipe.layer}: some experts are in no window"
             self._table[recipe.layer] = tuple(owners)
+        self._whole = {
+            layer: owners[0] for layer, owners in self._table.items() if len(set(owners)) == 1
+        }
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The MoE layers, ascending."""
         return tuple(sorted(self._table))
+
+    def whole(self, layer: int) -> int | None:
+        """The window that holds all experts of `layer`, if one does."""
+        return self._whole.get(layer)
 
     def owners(self, layer: int) -> tuple[int, ...]:
         """For each expert of `layer` the number of its window. Raises `KeyError` for a dense layer."""

@@ -42,6 +42,7 @@ from relay.paths import PathConfig, Paths
 from relay.secure import SecureSession
 from relay.transport import RelayClient, relay_endpoint
 
+from .arbitration import Arbiter
 from .audit import QUARANTINE_S, NormBand, limit_of
 from .auditing import References, SampledAuditor
 from .bookkeeping import Bookkeeper
@@ -190,6 +191,7 @@ class Swarm:
             auditor=self.auditor,
             rng=rng,
         )
+        self.auditor.arbiter = Arbiter(plan, self, next_call=self.dispatcher.next_call, rng=self._rng)
         self._prover = Prover(
             plan, references, self.band, threads=threads, next_call=self.dispatcher.next_call, rng=rng
         )

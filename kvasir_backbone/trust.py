@@ -87,7 +87,8 @@ def step(standing: Standing, fact: Fact) -> tuple[Standing, Verdict | None]:
     """The standing after `fact`, and the verdict where it is due. A verdict is followed by `PutOut`."""
     match fact:
         case CallAccepted():
-            return replace(standing, valid_calls=standing.valid_calls + 1), None
+            calls = standing.valid_calls + 1  # for each reply: `replace` takes four times as long
+            return Standing(calls, standing.audited, standing.worst_d, standing.violations), None
         case PutOut():
             return Standing(), None
         case RowAudited(d, limit):

@@ -5,6 +5,7 @@ Rows travel as width x wire dtype, little-endian, one after another. Knows torch
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from relay.errors import RemoteProtocolError
 
 WIRE_TORCH: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Wire dtype of a plan -> torch dtype."""
+
+COPIED_BYTES: Final = 32 * 1024
+"""Copying so much takes some microsecond, and a view through torch and numpy five."""
 
 with warnings.catch_warnings():
     # torch warns once a process that a read-only buffer makes a tensor which must not be written. None is.
@@ -51,8 +55,13 @@ def bytes_to_floats(data: bytes | bytearray | memoryview, count: int) -> Tensor:
 
 
 def rows_to_bytes(rows: Tensor) -> memoryview:
-    """The bytes of contiguous `rows` for the wire, sharing their memory (and keeping it alive)."""
+    """The bytes of contiguous `rows` for the wire, sharing their memory (and keeping it alive).
+
+    So few that a copy costs less than the view are copied.
+    """
     assert rows.is_contiguous()
+    if rows.nbytes <= COPIED_BYTES and rows.device.type == "cpu" and sys.byteorder == "little":
+        return memoryview(ctypes.string_at(rows.data_ptr(), rows.nbytes))
     if sys.byteorder == "big":
         return _swapped(rows.view(-1).view(torch.uint8), rows.element_size())
     return rows.view(-1).view(torch.uint8).numpy().data

@@ -48,6 +48,8 @@ class Connection:
         self._tick: asyncio.TimerHandle | None = None
         self._ping_id = 0
         self._pinged_at: float | None = None
+        self._pause: Callable[[], float] | None = None
+        self._on_tick: Callable[[], None] | None = None
 
     # --- writing ---
 
@@ -140,23 +142,25 @@ class Connection:
         `on_tick` runs before each ping and may close the connection.
         """
 
-        def tick() -> None:
-            on_tick()
-            if self.outcome is not None:
-                return
-            self._ping_id += 1
-            self._pinged_at = time.perf_counter()  # uvloop's own time counts milliseconds only
-            self._tick = self._loop.call_later(self._config.pong_timeout_s, check)
-            self.write(encode(FrameType.PING, 0, self._ping_id.to_bytes(8, "big")))
+        self._pause, self._on_tick = pause, on_tick
+        self._tick = self._loop.call_later(pause(), self._ping)
 
-        def check() -> None:
-            if self._pinged_at is not None:
-                self.abort("timeout")
-                return
-            rest = max(0.0, pause() - self._config.pong_timeout_s)
-            self._tick = self._loop.call_later(rest, tick)
+    def _ping(self) -> None:
+        if self._on_tick is not None:
+            self._on_tick()
+        if self.outcome is not None:
+            return
+        self._ping_id += 1
+        self._pinged_at = time.perf_counter()  # uvloop's own time counts milliseconds only
+        self._tick = self._loop.call_later(self._config.pong_timeout_s, self._check_pong)
+        self.write(encode(FrameType.PING, 0, self._ping_id.to_bytes(8, "big")))
 
-        self._tick = self._loop.call_later(pause(), tick)
+    def _check_pong(self) -> None:
+        if self._pinged_at is not None:
+            self.abort("timeout")
+        elif self._pause is not None:
+            rest = max(0.0, self._pause() - self._config.pong_timeout_s)
+            self._tick = self._loop.call_later(rest, self._ping)
 
     def pong(self, ping_id: int) -> None:
         """The peer answered ping `ping_id`."""
@@ -192,6 +196,7 @@ class Connection:
             if timer is not None:
                 timer.cancel()
         self._stall = self._tick = None
+        self._pause = self._on_tick = None  # they hold this connection
         self._fair.clear()
 
     def _close(self, status: int, outcome: str) -> None:

@@ -145,7 +145,10 @@ async def run(config: RelayConfig, *, stop: asyncio.Event | None = None) -> None
         stack.push_async_callback(runner.cleanup)
         address = await _listen(runner, config, stack)
         log.info("relay.listening", address=address, relay=address_of(key.signing.public))
-        await _follow(relay, market, key, config, stop)
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(_follow(relay, market, key, config))
+            await stop.wait()
+            following.cancel()  # whatever the market takes its time for
         async with asyncio.TaskGroup() as leaving:
             leaving.create_task(relay.drain())
             leaving.create_task(_say_farewell(relay, market, key, config))
@@ -169,12 +172,10 @@ async def _stop_listening(server: asyncio.Server) -> None:
     server.close()
 
 
-async def _follow(
-    relay: Relay, market: MarketLink, key: OperatorKey, config: RelayConfig, stop: asyncio.Event
-) -> None:
-    """Look at the market and at the certificate on disk, again and again, until `stop`."""
+async def _follow(relay: Relay, market: MarketLink, key: OperatorKey, config: RelayConfig) -> None:
+    """Look at the market and at the certificate on disk, again and again, until cancelled."""
     rng = random.SystemRandom()
-    while not stop.is_set():
+    while True:
         pause = config.market_poll_s
         try:
             await market.look()
@@ -184,11 +185,7 @@ async def _follow(
             pause = min(pause, ASK_AGAIN_S)
             log.warning("market.unreachable", market=config.market_url, reason=str(error))
         await _take_newer_certificate(relay, market.root, key, config)
-        try:
-            async with asyncio.timeout(pause * rng.uniform(0.9, 1.1)):
-                await stop.wait()
-        except TimeoutError:
-            continue
+        await asyncio.sleep(pause * rng.uniform(0.9, 1.1))
 
 
 async def _say_farewell(relay: Relay, market: MarketLink, key: OperatorKey, config: RelayConfig) -> None:

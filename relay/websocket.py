@@ -87,6 +87,11 @@ class MessageReader:
         """Read nothing more, not even what has arrived."""
         self._stopped = True
 
+    def let_go(self) -> None:
+        """The end: read nothing more, and hold nobody who was given messages."""
+        self._stopped = True
+        self._deliver, self._control = _dropped, _dropped
+
     def hand_to(self, deliver: Callable[[bytearray | memoryview], None]) -> None:
         """Give messages to another from now on."""
         self._deliver = deliver
@@ -265,3 +270,7 @@ def header(size: int, opcode: int = BINARY, mask: bytes = b"") -> bytes:
 def close_payload(status: int, reason: bytes = b"") -> bytes:
     """The payload of a close frame (RFC 6455 section 5.5.1)."""
     return status.to_bytes(2, "big") + reason[: _MAX_CONTROL - 2]
+
+
+def _dropped(*_: object) -> None:
+    """Takes what comes after the end."""

@@ -343,7 +343,11 @@ class WebSocket(asyncio.BufferedProtocol):
         self._finish(Unreachable(f"the connection was lost: {exc}" if exc else "the connection was closed"))
         if not self.lost.done():
             self.lost.set_result(None)
-        self._release(exc)
+        release, self._release = self._release, _nothing
+        # Whoever attached holds this socket, mostly: let go, or each waits for the collector of cycles.
+        self._handler = self._on_error = self._on_writable = self._on_pong = None
+        self._reader.let_go()
+        release(exc)
 
     async def wait_closed(self) -> None:
         """Return once the transport is gone."""
@@ -358,6 +362,10 @@ class WebSocket(asyncio.BufferedProtocol):
         if self._on_end is not None:
             on_end, self._on_end = self._on_end, None
             on_end(self.end)
+
+
+def _nothing(_: object) -> None:
+    """Nobody is told."""
 
 
 class _Rest:

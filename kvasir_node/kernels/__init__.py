@@ -22,7 +22,7 @@ Knows matrices, formulas and this machine's compiler. Knows no plans, windows or
 
 from __future__ import annotations
 
-from .cpu import ROW_KINDS, CpuKernel, load, open_kernel
+from .cpu import ROW_KINDS, CpuKernel, load, loaded, open_kernel
 from .packing import PackedMatrix
 
-__all__ = ["ROW_KINDS", "CpuKernel", "PackedMatrix", "load", "open_kernel"]
+__all__ = ["ROW_KINDS", "CpuKernel", "PackedMatrix", "load", "loaded", "open_kernel"]

@@ -190,6 +190,30 @@ class CpuKernel:
             sources.buffer_info()[0], targets.buffer_info()[0], *kinds, self.scratch(scratch),
         )  # fmt: skip
 
+    def all_within(
+        self,
+        rows: Tensor,
+        outputs: Tensor,
+        low: float,
+        high: float,
+        *,
+        each: int = 0,
+        row_of: Sequence[int] = (),
+    ) -> bool:
+        """Whether all outputs [m, W] are finite and `low` to `high` times as long as their rows [n, W].
+
+        Both contiguous and of one dtype of `ROW_KINDS`. Output o belongs to row o // `each`, or to
+        `row_of[o]` where `each` is 0. Sizes as root of the sum of squares, in fp32.
+        """
+        count, width = outputs.shape
+        owners = None if each else array("i", row_of)
+        outside = self.library.outside(
+            self.isa.number, ROW_KINDS[rows.dtype], rows.data_ptr(),
+            None if owners is None else owners.buffer_info()[0], each or 1,
+            outputs.data_ptr(), count, width, low, high,
+        )  # fmt: skip
+        return not outside
+
     def scratch(self, size: int) -> int:
         """The address of `size` bytes that this thread reuses."""
         kept: Tensor | None = getattr(self._local, "bytes", None)
@@ -236,6 +260,11 @@ def load(precision: str = "stored") -> CpuKernel | None:
     """
     found = _shared()
     return None if found is None else CpuKernel(found[0], found[1], precision)
+
+
+def loaded() -> CpuKernel | None:
+    """A kernel of this process if `load` has found one before; never blocks."""
+    return load() if load.cache_info().currsize and _shared.cache_info().currsize else None
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 LABS = {
+    "audit": "cheaters against sampling, trust and the ledger: how soon they are out, what they keep",
     "calibrate": "honest d of each numerics class, limits for audits from it, and cheaters beside them",
     "divergence": "a heterogeneous swarm with and without router authority: which experts run, which text",
     "privacy": "how much of a prompt one worker can recover, and what mitigations buy and cost",

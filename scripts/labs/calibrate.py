@@ -6,10 +6,10 @@ the values that rounding then throws to another side. Every kernel family, threa
 is compared with the C core, on rows that the model really sends to its experts and on made-up ones with heavy
 tails; so is an fp64 computation, in the place of hardware that is not at hand.
 
-The limit of a class is ten times the largest d of all honest rows, rounded up to one digit, and never less
+The limit of a class is four times the largest d of all honest rows, rounded up to one digit, and never less
 than what a node's own self-check lets a kernel be off. N rows without one over a bound say with 95 %
 confidence that fewer than 3/N are over it: 300,000 rows for a false positive rate of 1e-5 a row, before the
-factor of ten.
+factor, which is a reserve for hardware that was not measured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .rows import capture, heavy_expert, heavy_rows
 from .svg import Curves, page
 from .teacher import heldout_text, sequences
 
-MARGIN: Final = 10.0
+MARGIN: Final = 4.0
 PRECISIONS: Final = ("stored", "bf16", "int8", "int4")
 WIRES: Final = ("float32", "bfloat16")
 FLOOR: Final = {"stored": KERNEL_LIMITS["none"], "bf16": KERNEL_LIMITS["none"],

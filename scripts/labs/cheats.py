@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvasir_node.formulas import apply_formula
+from kvasir_node.numerics import to_fp32
 from kvasir_node.recipes import ExpertTensors, materialise
+from market.plans import GateFormula
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Ground:
     neighbour: Tensor
     lower: dict[str, Tensor]
     tensors: ExpertTensors
+    formula: GateFormula
     limit: float
     generator: torch.Generator
 
@@ -52,18 +56,10 @@ def wrong_expert(ground: Ground) -> Tensor:
 
 def skipped_down(ground: Ground) -> Tensor:
     """Gate and up computed, the down projection left out: hidden values, cut or filled to the row's width."""
-    dense = materialise(ground.tensors).matrices
-    rows = ground.rows.float()
-
-    def product(role: str) -> Tensor:
-        weights = torch.cat([part.float() for part in dense[role].blocks()]) if hasattr(dense[role], "blocks") else (
-            dense[role].tensor.float()  # type: ignore[union-attr]
-        )
-        return rows @ weights.T
-
-    hidden = product("up")
-    if "gate" in dense:
-        hidden = torch.nn.functional.silu(product("gate")) * hidden
+    matrices, rows = materialise(ground.tensors).matrices, ground.rows.float()
+    hidden = rows @ to_fp32(matrices["up"]).T
+    gate = rows @ to_fp32(matrices["gate"]).T if "gate" in matrices else None
+    hidden = apply_formula(ground.formula, gate, hidden)
     width = rows.shape[1]
     filled = torch.zeros(len(rows), width)
     filled[:, : min(width, hidden.shape[1])] = hidden[:, :width]

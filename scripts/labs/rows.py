@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,19 +47,21 @@ def capture(model: BackboneModel, dispatcher: Dispatcher, tokens: Tensor, *, row
 
 
 def heavy_rows(count: int, width: int, generator: torch.Generator) -> Tensor:
-    """fp32 rows of Student's t with 3 degrees of freedom; one channel in a hundred is 20 times larger."""
-    chi = torch.randn(3, count, 1, generator=generator).square().sum(0) / 3.0
+    """fp32 rows as an RMS norm leaves them, mean square 1, with heavy tails: each value of Student's t with 3
+    degrees of freedom, and one channel in a hundred 20 times larger."""
+    chi = torch.randn(3, count, width, generator=generator).square().sum(0) / 3.0
     rows = torch.randn(count, width, generator=generator) / chi.sqrt().clamp(min=0.05)
     channels = torch.randperm(width, generator=generator)[: max(1, width // 100)]
     rows[:, channels] *= 20.0
-    return rows
+    return rows / rows.square().mean(-1, keepdim=True).sqrt()
 
 
 def heavy_expert(width: int, inner: int, generator: torch.Generator, *, dtype: torch.dtype) -> ExpertTensors:
-    """A made-up expert whose weights have heavy tails: a Gaussian whose scale varies by output and outliers."""
+    """A made-up expert whose weights have heavy tails: Gaussians of another scale for each output, and one
+    weight in a thousand ten times larger."""
 
-    def matrix(out: int, wide: int) -> Any:
-        scale = torch.randn(out, 1, generator=generator).exp() / wide**0.5
+    def matrix(out: int, wide: int) -> DenseMatrix:
+        scale = (0.5 * torch.randn(out, 1, generator=generator)).exp() / wide**0.5
         weights = torch.randn(out, wide, generator=generator) * scale
         outliers = torch.rand(out, wide, generator=generator) < 0.001
         return DenseMatrix(torch.where(outliers, weights * 10.0, weights).to(dtype))

@@ -620,6 +620,7 @@ async def test_a_session_that_vanishes_does_not_hold_up_draining() -> None:
     async with serving() as swarm:
         _, theirs = await swarm.session()
         theirs.send = _never  # type: ignore[method-assign]
+        theirs.try_send = lambda message: False  # type: ignore[method-assign]
         drained = asyncio.create_task(swarm.server.drain("bye", timeout=TIMEOUT))
         await until(lambda: not next(iter(swarm.server._peers)).flushed.is_set())
         await theirs.peer.close()
@@ -638,6 +639,7 @@ async def test_a_link_that_fails_while_answering_ends_the_session() -> None:
             raise Unreachable("the link is gone")
 
         theirs.send = broken  # type: ignore[method-assign]
+        theirs.try_send = lambda message: False  # type: ignore[method-assign]
         await backbone.send(backbone.make(torch.randn(1, swarm.plan.width), [[0]]))
         await until(lambda: theirs.closed_with is not None)
         assert theirs.closed_with == ("unreachable", "the link is gone")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @asynccontextmanager
-async def process(module: str, *arguments: str, log: Path) -> AsyncIterator[Process]:
+async def process(
+    module: str, *arguments: str, log: Path, environment: Mapping[str, str] = ENVIRONMENT
+) -> AsyncIterator[Process]:
     """A command in a process of its own; ended at the latest with the block."""
     with log.open("wb") as output:
         started = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *arguments,
-            stdin=DEVNULL, stdout=output, stderr=output, env=ENVIRONMENT,
+            stdin=DEVNULL, stdout=output, stderr=output, env=environment,
         )  # fmt: skip
     try:
         yield started

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,22 @@ from tests.swarm.test_processes import ENVIRONMENT, Outside, _ended, _join_link,
 class RelayProcess:
     """`kvasir-relay run` in a process of its own, certified by the swarm's root."""
 
-    def __init__(self, name: str, tmp_path: Path, link: str, root: Path) -> None:
+    def __init__(self, name: str, tmp_path: Path, link: str, root: Path, *, public_url: str = "") -> None:
         self.folder, self.log = tmp_path / name, tmp_path / f"{name}.log"
         self.folder.mkdir()
         self.link, self.port = link, free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = public_url or f"http://127.0.0.1:{self.port}"
         key = load_key(self.folder)
         request = CertificateRequest("relay", key.id, key.signing.public, key.exchange.public)
         certificate = certify(load_root(root), request, serial=1, now=time.time())
         (self.folder / "relay.cert").write_bytes(certificate.document.to_bytes())
 
-    async def start(self, stack: AsyncExitStack) -> Process:
+    async def start(
+        self, stack: AsyncExitStack, *more: str, environment: Mapping[str, str] = ENVIRONMENT
+    ) -> Process:
         arguments = ("--state-dir", str(self.folder), "--host", "127.0.0.1", "--port", str(self.port),
-                     "--public-url", self.url, "--drain", "5")  # fmt: skip
-        started = process("relay.cli", "run", self.link, *arguments, log=self.log)
+                     "--public-url", self.url, "--drain", "5", *more)  # fmt: skip
+        started = process("relay.cli", "run", self.link, *arguments, log=self.log, environment=environment)
         return await stack.enter_async_context(started)
 
 

@@ -27,7 +27,7 @@ async def test_a_weighted_swarm_gives_stocks_text_and_is_paid_for_one_response_r
     async with running_swarm(
         tmp_path, nodes=2, node=lambda number: {"precision": "stored"}, weighted=True
     ) as swarm:
-        await swarm.covered(replicas=2)
+        await swarm.covered(replicas=2, timeout=120)
         backbone = swarm.backbone.swarm
         assert backbone is not None
         assert isinstance(backbone.dispatcher, WeightedDispatcher)
