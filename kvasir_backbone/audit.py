@@ -56,7 +56,8 @@ Reference = Callable[[int, int, Tensor, str], Tensor]
 
 
 def limit_of(numerics: str, precision: str) -> float:
-    """The largest d of an honest replica of a class (see `kvasir_node.execution.numerics_class`).
+    """The largest d of an honest replica of a class (see `kvasir_node.execution.numerics_class`): calibrated
+    where its kernels were measured (`kvasir_backbone.limits`), else the start value.
 
     The class is the device's own word, `precision` what the market leased it the window at: int8 activations
     are believed only beside weights of that precision's quantiser, and only where those are integers.
@@ -65,7 +66,8 @@ def limit_of(numerics: str, precision: str) -> float:
     declared = len(parts) > 2 and parts[2] == "int8"
     if declared and precision in INTEGER_WEIGHTS and parts[1] == QUANTISERS[precision]:
         return LIMIT_INT8_ACTIVATIONS
-    return LIMIT
+    known = calibrated(QUANTISERS[precision], numerics)
+    return LIMIT if known is None else known
 
 
 def unfinite_rows(outputs: Tensor) -> list[int]:

@@ -383,6 +383,12 @@ def _status(arguments: argparse.Namespace) -> int:
             f"{dispatch['calls']:,} calls, {answer['fallback_rows']:,} rows by the fallback, "
             f"numerics {answer['numerics']}"
         )
+        audit, carried = answer["audit"], answer["carried"]
+        console.print(
+            f"{carried['bytes']:,} bytes carried ({carried['mode']}), {carried['bytes_per_s']:,.0f} a second; "
+            f"{audit['rate']:.1%} of calls audited, {audit['cpu_share']:.1%} of the CPU, "
+            f"{audit['violations']:,} violations"
+        )
     console.print(f"join: {answer['join']}")
     return 0
 

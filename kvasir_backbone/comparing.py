@@ -39,7 +39,7 @@ MAX_KEPT: Final = 64
 KEPT_S: Final = 30.0
 """How long its reply is waited for, in seconds."""
 
-QUANTISED: Final = {"stored": 0.0, "bf16": 2e-5, "int8": 1e-3, "int4": 0.04}
+QUANTISED: Final = {"stored": 0.0, "bf16": 2e-5, "int8": 2e-3, "int4": 0.3}
 """The largest d between a replica of a precision and one as stored, to be expected of honest ones. Too
 large costs nothing but a check: audits recompute at the replica's own precision."""
 
@@ -100,7 +100,7 @@ def rivals_of(
             place = start
             for row, ids in zip(part.rows, part.ids, strict=True):
                 for expert in ids:
-                    found.append((place, loser, winner, row, ids, expert, part.slots[place - start]))
+                    found.append((place, loser, winner, row, tuple(ids), expert, part.slots[place - start]))
                     place += 1
         start += len(part.slots)
     chosen = sorted(rng.sample(range(len(found)), min(MAX_OUTPUTS, len(found))))

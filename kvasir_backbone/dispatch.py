@@ -128,6 +128,10 @@ class DispatchStats:
     late: int = 0
     fallback_rows: int = 0
     """Rows of which some experts were computed here, counted once a layer."""
+    seconds: float = 0.0
+    """Spent in dispatches, over all step threads."""
+    service_s: float = 0.0
+    """Of what devices say that they computed."""
     outcomes: Counter[str] = field(default_factory=Counter)
     fallback_windows: Counter[str] = field(default_factory=Counter)
     device_calls: Counter[PublicKey] = field(default_factory=Counter)
@@ -169,7 +173,7 @@ class _Run:
     facts: queue.SimpleQueue[CallEnd]
     weights: Tensor | None = None
     """[n * k] fp32 where the swarm combines (see `weighting.py`)."""
-    sums: dict[int, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
+    sums: dict[int, tuple[Sequence[int], Tensor]] = field(default_factory=dict)
     """What was combined so far, by the first of its parts: the rows, and one partial sum for each."""
 
     def result(self) -> Tensor:
@@ -241,15 +245,15 @@ class SwarmDispatcher:
 
     def _fly(self, run: _Run) -> None:
         """From the first instructions to the end of every part."""
-        flight = run.flight
+        flight, started = run.flight, self._clock()
         with self._book.lock:
-            todo = flight.start(self._clock())
+            todo = flight.start(started)
         while True:
             self._carry_out(run, todo)
             if flight.done:
                 break
             todo = self._wait(run)
-        self._finish(run)
+        self._finish(run, started)
 
     def _prepare(
         self,
@@ -381,6 +385,8 @@ class SwarmDispatcher:
         with self._book.lock:
             self._sent.pop(end.call, None)
             late = self._late.pop(end.call, None)
+            if end.reply is not None:
+                self.stats.service_s += end.reply.service_us * 1e-6
             if late is None:
                 facts.put(end)
                 return
@@ -522,9 +528,7 @@ class SwarmDispatcher:
         if reply.outputs != count or reply.weighted != weighted or not self._honoured(call):
             return
         with suppress(KvasirError):  # rows of the wrong size: of no use, and nothing hangs on them
-            self._compare(
-                rivals, bytes_to_rows(reply.rows, count, self._plan.width, self._plan.wire_dtype)
-            )
+            self._compare(rivals, bytes_to_rows(reply.rows, count, self._plan.width, self._plan.wire_dtype))
 
     def _note_failure(self, call: WorkerCall, code: str, reason: str) -> None:
         with self._book.lock:
@@ -584,9 +588,10 @@ class SwarmDispatcher:
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def _finish(self, run: _Run) -> None:
+    def _finish(self, run: _Run, started: float) -> None:
         now = self._clock()
         with self._book.lock:
+            self.stats.seconds += now - started
             self.stats.redispatched += run.flight.redispatched
             self.stats.hedges = self._hedges.hedges
             for call in run.flight.abandon(now):
@@ -687,7 +692,8 @@ def draw_output(
             output = outputs[start + left].clone()
             for row, ids in zip(part.rows, part.ids, strict=True):
                 if left < len(ids):
-                    return replica, Sample(call.layer, ids[left], rows[row].clone(), output, ids, call=call.id)
+                    asked, hidden = tuple(ids), rows[row].clone()
+                    return replica, Sample(call.layer, ids[left], hidden, output, asked, call=call.id)
                 left -= len(ids)
         left -= len(part.slots) if index in taken else 0
         start += len(part.slots)

@@ -467,7 +467,9 @@ class Flight:
         able = [index for index in wanted if self._candidates(index, broken=False)]
         if not able or len(able) < len(wanted) or not self._hedges.take():
             return []
-        return self._place(able, now, hedge=True)
+        placed = self._place(able, now, hedge=True)
+        self._hedges.more(len(placed) - 1)
+        return placed
 
     def _give_up(self, now: float) -> list[Instruction]:
         """The dispatch's deadline: the fallback for what is missing, or failure."""

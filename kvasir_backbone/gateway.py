@@ -22,7 +22,7 @@ from aiohttp import web
 
 from relay.errors import ConfigError, KvasirError, Refused
 
-from .admission import Admission
+from .admission import Admission, AdmissionConfig
 from .answers import (
     ClientGone,
     Numerics,
@@ -81,8 +81,8 @@ class Gateway:
     """The API over one engine.
 
     `numerics` says whether the swarm's owners share one numerics class at the moment; `admission` says who is
-    let in (None: by its defaults). The gateway owns
-    one thread for tokenising; `close` ends it.
+    let in (None: everyone for whom there is a place by count). The gateway owns one thread for tokenising;
+    `close` ends it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Gateway:
         self._engine = engine
         self._prompter = prompter
         self._numerics = numerics
-        self._door = Door(admission or Admission(), clock)
+        self._door = Door(admission or Admission(AdmissionConfig(least_places=256)), clock)
         self._clock = clock
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._open = 0

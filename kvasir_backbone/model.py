@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import structlog
@@ -31,10 +31,11 @@ from transformers.utils import logging as transformers_logging
 
 from relay.errors import ConfigError, KvasirError
 
-from . import packed, routing
+from . import packed, routing, traced
 from .checkpoint import Checkpoint
 from .coalescing import MAX_PASSES, SideBySide
 from .footprint import Zeros, held_bytes, measure
+from .invariance import try_passes
 from .packed import MIN_ROWS, KvMemory, PackedBatch, PackedCache, padded_rows
 from .routing import NothingLeft, Routed, RoutingLog, StepRouting
 from .scheduler import Segment
@@ -127,7 +128,8 @@ class BackboneModel:
         self.least_rows = MIN_ROWS
         self.varies: str | None = None
         self.memory = KvMemory()
-        self._cache = PackedCache(self.memory)
+        self._cache = PackedCache()
+        self._graph: traced.Pass | None = None
         self._caches: dict[int, Any] = {}
         self._passes = SideBySide(passes_at_once(text))
         self._logs: dict[int, RoutingLog] = {}
@@ -138,11 +140,16 @@ class BackboneModel:
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint | str | Path, *, dtype: str = "auto", dispatcher: Dispatcher | None = None
-    ) -> BackboneModel:
+        cls,
+        checkpoint: Checkpoint | str | Path,
+        *,
+        dtype: str = "auto",
+        dispatcher: Dispatcher | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> Self:
         """Load the backbone of a checkpoint in `dtype` ("auto": as it is stored).
 
-        Routed experts are neither allocated nor read. Raises `ConfigError`.
+        Routed experts are neither allocated nor read. `more` goes to transformers. Raises `ConfigError`.
         """
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint.open(checkpoint)
@@ -152,7 +159,7 @@ class BackboneModel:
         routing.register()
         packed.register()
         text = checkpoint.config.get_text_config()
-        kwargs: dict[str, Any] = {"experts_implementation": routing.IMPLEMENTATION}
+        kwargs: dict[str, Any] = {"experts_implementation": routing.IMPLEMENTATION, **(more or {})}
         if packed_fault(text) is None:
             kwargs["attn_implementation"] = packed.ATTENTION
         checkpoint.warm_dense()
@@ -168,7 +175,9 @@ class BackboneModel:
                 )
             except ImportError as error:
                 raise ConfigError(f"loading this checkpoint needs one more package: {error}") from None
-        return cls(model.eval(), checkpoint, name, dispatcher)
+        loaded = cls(model.eval().requires_grad_(False), checkpoint, name, dispatcher)
+        loaded.record()
+        return loaded
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -232,7 +241,7 @@ class BackboneModel:
                 step,
                 torch.tensor([tokens + padding]),
                 torch.tensor([positions + padding]),
-                self._cache,
+                None,
                 list(itertools.chain.from_iterable(sampling)),
                 spare=total - 1,
             )
@@ -288,23 +297,50 @@ class BackboneModel:
     ) -> NDArray[np.float32] | None:
         """One forward pass: fp32 logits [rows wanted, vocabulary], or None where every request failed.
 
+        Without `cache` it is a packed one.
         The output layer runs with as much padding as the rest, made of row `spare`.
         """
         total = padded_rows(len(wanted), self.least_rows)
         rows = wanted + [spare] * (total - len(wanted)) if wanted else [spare]
         try:
             with routing.routing(step), torch.inference_mode():
-                output = self.model(
-                    input_ids=tokens,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=torch.tensor(rows),
-                )
+                if cache is None and self._graph is not None:
+                    made = self._graph(tokens, positions, torch.tensor(rows))
+                else:
+                    made = self._pass(tokens, positions, torch.tensor(rows), cache or self._cache)
         except NothingLeft:
             return None
-        logits: NDArray[np.float32] = output.logits[0, : len(wanted)].float().numpy()
+        logits: NDArray[np.float32] = made[0, : len(wanted)].float().numpy()
         return logits
+
+    def _pass(self, tokens: Tensor, positions: Tensor, wanted: Tensor, cache: Any) -> Tensor:
+        """transformers' own forward pass: logits [1, rows wanted, vocabulary]."""
+        made: Tensor = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=wanted,
+        ).logits
+        return made
+
+    def record(self) -> bool:
+        """Run packed passes from a recorded graph from now on, where it gives the same bits; whether it does."""
+        if not self.packed:
+            return False
+        with _load_lock:
+            graph = traced.record(lambda *inputs: self._pass(*inputs, self._cache))
+        if graph is None:
+            return False
+        expected = try_passes(self)
+        self._graph = graph
+        try:
+            equal = all(map(np.array_equal, expected, try_passes(self)))
+        except Exception:  # a graph that cannot compute another pass than the recorded one
+            equal = False
+        if not equal:
+            self._graph = None
+        return equal
 
     def _routing(
         self, works: Sequence[Work], places: Sequence[int], dispatcher: Dispatcher | None

@@ -166,6 +166,8 @@ def show_dispatch(swarm: Swarm) -> dict[str, Any]:
         "hedges": stats.hedges,
         "redispatched": stats.redispatched,
         "late": stats.late,
+        "seconds": round(stats.seconds, 6),
+        "service_s": round(stats.service_s, 6),
         "outcomes": dict(stats.outcomes),
         "fallback_rows": stats.fallback_rows,
         "audits": asdict(audits),

@@ -176,3 +176,7 @@ class HedgeBudget:
             return False
         self.hedges += 1
         return True
+
+    def more(self, calls: int) -> None:
+        """A hedge took so many calls more than one, to several devices: later ones pay for them."""
+        self.hedges += max(0, calls)

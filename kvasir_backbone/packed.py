@@ -1,8 +1,8 @@
 """Many requests in one forward pass: their KV memory, and attention for each request by itself.
 
 The rows of all segments of a step lie behind one another in a batch of one; transformers' model runs over
-them as over one long text. Its cache and its attention function are ours: keys and values go to each
-request's own memory, and every segment attends to its own request only. The last rows of a batch are
+them as over one long text. Its attention function is ours: keys and values go to each request's own memory,
+and every segment attends to its own request only. The last rows of a batch are
 padding, so that no real row is in a matrix product of fewer than `MIN_ROWS` rows or among the last elements
 of an element-wise function; both would change its last bits with its company.
 
@@ -30,7 +30,8 @@ ATTENTION: Final = "kvasir_packed"
 MIN_ROWS: Final = 4
 """Rows from which on a row of a matrix product does not depend on how many there are."""
 
-_active = threading.local()
+active = threading.local()
+"""This thread's `batch`, and `record`: what stands in for attention while a pass is recorded."""
 
 
 def padded_rows(rows: int, least: int = MIN_ROWS) -> int:
@@ -78,18 +79,13 @@ class KvMemory:
 
 
 class PackedCache(Cache):
-    """The cache that transformers' layers write to: hands every segment's rows to its request's memory."""
+    """The cache that transformers' layers write to: passes new keys and values on to our attention."""
 
-    def __init__(self, memory: KvMemory) -> None:
+    def __init__(self) -> None:
         self.layers: list[Any] = []
-        self._memory = memory
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Store keys and values [1, kv heads, batch rows, dim]; attention reads them from the memory."""
-        batch: PackedBatch = _active.batch
-        for place, segment in zip(batch.places, batch.segments, strict=True):
-            rows = slice(place, place + segment.rows)
-            self._memory.store(segment, layer_idx, key_states[:, :, rows], value_states[:, :, rows])
+        """Keys and values [1, kv heads, batch rows, dim] as they are: attention stores them."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -130,36 +126,46 @@ class PackedBatch:
 @contextlib.contextmanager
 def packed(batch: PackedBatch) -> Iterator[None]:
     """Make `batch` the one of this thread's forward passes."""
-    _active.batch = batch
+    active.batch = batch
     try:
         yield
     finally:
-        _active.batch = None
+        active.batch = None
 
 
 def packed_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of every segment to its own request; `query` [1, heads, batch rows, dim].
-
-    Returns [1, batch rows, heads, dim]; rows of padding are zeros.
-    """
+    """What transformers' layers call in the place of their own attention. See `attend`."""
     assert sliding_window is None, "this architecture does not fit the packed form"
     assert attention_mask is None, "this architecture does not fit the packed form"
-    batch: PackedBatch = _active.batch
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    record = getattr(active, "record", None)
+    return (record or attend)(module.layer_idx, query, key, value, scaling), None
+
+
+def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Store keys and values; attention of every segment to its own request.
+
+    `query` [1, heads, batch rows, dim], `key` and `value` [1, kv heads, batch rows, dim]. Returns
+    [1, batch rows, heads, dim]; rows of padding are zeros.
+    """
+    batch: PackedBatch = active.batch
     out: Tensor | None = None
     for place, segment, mask in zip(batch.places, batch.segments, batch.masks, strict=True):
-        keys, values = batch.memory.read(segment.request, module.layer_idx, segment.end)
-        rows = query[:, :, place : place + segment.rows]
+        new = slice(place, place + segment.rows)
+        batch.memory.store(segment, layer, key[:, :, new], value[:, :, new])
+        keys, values = batch.memory.read(segment.request, layer, segment.end)
+        rows = query[:, :, new]
         made = _rowwise(rows, keys, values, segment, scaling) if segment.rowwise else None
         if made is None:
             made = _attend(rows, keys, values, mask, scaling)
         if out is None:
             out = query.new_zeros(1, query.shape[2], query.shape[1], made.shape[-1])
-        out[:, place : place + segment.rows] = made.transpose(1, 2)
+        out[:, new] = made.transpose(1, 2)
     assert out is not None
-    return out, None
+    return out
 
 
 def register() -> None:
@@ -168,14 +174,14 @@ def register() -> None:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
     return functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
     )
 
 
-def _rowwise(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scaling: float | None) -> Tensor:
+def _rowwise(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scaling: float) -> Tensor:
     """Each row as if it came alone, which is how its position was computed the first time."""
     made = [
         _attend(query[:, :, row : row + 1], keys[:, :, :end], values[:, :, :end], None, scaling)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 IMPLEMENTATION: Final = "kvasir"
 """The name of the hook in transformers' experts interface."""
 
-_active = threading.local()
+active = threading.local()
+"""This thread's `step`, and `record`: what stands in for it while a pass is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +171,20 @@ class StepRouting:
 @contextlib.contextmanager
 def routing(step: StepRouting) -> Iterator[StepRouting]:
     """Make `step` the routing of this thread's forward passes."""
-    _active.step = step
+    active.step = step
     try:
         yield step
     finally:
-        _active.step = None
+        active.step = None
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What the experts interface calls in the place of an experts module's own forward."""
-    step: StepRouting | None = getattr(_active, "step", None)
+    record = getattr(active, "record", None)
+    if record is not None:
+        made: Tensor = record(module.kvasir_layer, hidden_states, top_k_index, top_k_weights)
+        return made
+    step: StepRouting | None = getattr(active, "step", None)
     assert step is not None, "an experts module ran outside `routing`"
     return step.run(module.kvasir_layer, hidden_states, top_k_index, top_k_weights)
 

@@ -82,6 +82,8 @@ class WeightedDispatcher(SwarmDispatcher):
     def _weights_of(self, run: _Run, call: WorkerCall) -> memoryview | None:
         if run.weights is None:
             return None
+        if _is_all(run, call):
+            return rows_to_bytes(run.weights)
         slots = [slot for _, index in call.groups for slot in run.flight.parts[index].slots]
         return rows_to_bytes(run.weights[slots])
 
@@ -173,6 +175,8 @@ class WeightedDispatcher(SwarmDispatcher):
         """The call's rows, each as long as a sum of unrelated outputs would be for a row of its length."""
         assert run.weights is not None
         squares = run.weights.square()
+        if _is_all(run, call):
+            return run.rows.float() * squares.view(len(run.rows), -1).sum(1, keepdim=True).sqrt()
         at = {row: place for place, row in enumerate(call.rows)}
         size = torch.zeros(len(call.rows))
         for _, index in call.groups:
@@ -180,6 +184,11 @@ class WeightedDispatcher(SwarmDispatcher):
             rows = [at[row] for row, ids in zip(part.rows, part.ids, strict=True) for _ in ids]
             size.index_add_(0, torch.tensor(rows), squares[list(part.slots)])
         return run.rows[list(call.rows)].float() * size.sqrt().unsqueeze(-1)
+
+
+def _is_all(run: _Run, call: WorkerCall) -> bool:
+    """Whether the call has all of the dispatch, in the order of the dispatch."""
+    return len(call.groups) == 1 and call.outputs == len(run.rows) * run.k
 
 
 def sample_of_sum(run: _Run, call: WorkerCall, place: int, output: Tensor) -> tuple[Replica, Sample]:

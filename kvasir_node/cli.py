@@ -175,6 +175,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         metavar="ADDRESS:PORT",
         help="the internet reaches --listen there, by a port that your router forwards",
     )
+    run.add_argument(
+        "--upnp", action="store_true", help="ask the router for such a port by UPnP; given back at the end"
+    )
     run.add_argument("--log-level", default="info", choices=tuple(logs.LEVELS))
     run.add_argument(
         "--json-logs", action="store_true", help="log lines instead of the display on a terminal"
@@ -244,6 +247,7 @@ def config_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         direct=not arguments.no_direct,
         listen=arguments.listen,
         public_address=arguments.public_address,
+        upnp=arguments.upnp,
     )
 
 

@@ -132,6 +132,8 @@ class NodeConfig:
     """Whether backbones may dial this node directly, where they can reach it."""
     listen: str = ""
     """HOST:PORT for direct links, HOST an IP address; empty: a free port of every interface."""
+    upnp: bool = False
+    """Ask the router by UPnP for a port that leads to the listener."""
     public_address: str = ""
     """HOST:PORT at which the internet reaches this node, by a forwarded port; empty: none."""
     max_sessions: int = 16
@@ -163,8 +165,8 @@ class NodeConfig:
             raise ConfigError("heartbeat, drain and handshake times must be positive")
         if self.max_sessions < 1:
             raise ConfigError("a node needs one session at least")
-        if not self.direct and (self.listen or self.public_address):
-            raise ConfigError("--no-direct takes neither --listen nor --public-address")
+        if not self.direct and (self.listen or self.public_address or self.upnp):
+            raise ConfigError("--no-direct takes none of --listen, --public-address and --upnp")
         if self.listen:
             parse_endpoint(self.listen)
         if self.public_address and parse_endpoint(self.public_address)[1] < LOWEST_PORT:

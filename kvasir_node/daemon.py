@@ -293,6 +293,7 @@ class Node:
                 group.create_task(self._acknowledge()),
                 group.create_task(self._standing.run()),
                 group.create_task(self._listener.announce()),
+                group.create_task(self._listener.map_port(self._rng)),
             ]
             await stop.wait()
             claiming.cancel()

@@ -1,9 +1,10 @@
 """Where this node can be dialled directly: a listener, its addresses, and their announcement on the LAN.
 
 By default the listener is on a free port of every interface, or of loopback alone where the market is on this
-machine. The addresses go to the market with each heartbeat, and by multicast DNS to the LAN. They only say
-where to try: whoever connects must be a certified backbone of the swarm, or the handshake ends it, and that
-costs a few bounds' worth of connections at most.
+machine; where the owner wants it, the router is asked for a port that leads there (`mapping`). The addresses
+go to the market with each heartbeat, and by multicast DNS to the LAN. They only say where to try: whoever
+connects must be a certified backbone of the swarm, or the handshake ends it, and that costs a few bounds'
+worth of connections at most.
 
 Knows sockets and interfaces. What happens on a link is `circuits`'.
 """
@@ -15,6 +16,7 @@ import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
+from random import Random
 from typing import Final
 
 import psutil
@@ -29,7 +31,9 @@ from relay.errors import ConfigError, KvasirError
 from relay.guard import ListenerGuard
 from relay.identity import PublicKey
 
+from . import mapping
 from .config import NodeConfig, parse_endpoint
+from .mapping import PortMapper
 
 log = structlog.get_logger("node")
 
@@ -65,12 +69,15 @@ class Listener:
         self._guard = ListenerGuard(RULES)
         self._stack = contextlib.AsyncExitStack()
         self._host = ""
+        self._mapper: PortMapper | None = None
         self.port = 0
         """The TCP port, once it listens."""
 
     async def __aenter__(self) -> Listener:
         if not self._config.direct:
             return self
+        if self._config.upnp and not mapping.available():
+            raise ConfigError("--upnp needs async-upnp-client: pip install 'kvasir[upnp]'")
         try:
             await self._listen()
         except OSError as error:
@@ -93,6 +100,8 @@ class Listener:
         if not self.port:
             return ()
         urls = [_url(address, self.port) for address in self._own()]
+        if self._mapper is not None and self._mapper.url:
+            urls.insert(0, self._mapper.url)
         if self._config.public_address:
             urls.insert(0, f"http://{self._config.public_address}")
         return tuple(dict.fromkeys(urls))[:MAX_ADDRESSES]
@@ -127,6 +136,16 @@ class Listener:
             with contextlib.suppress(OSError):
                 return _bound("::", 0)
         return _bound("0.0.0.0", 0)
+
+    async def map_port(self, rng: Random, target: tuple[str, int] | None = None) -> None:
+        """Have the router open a port for the listener, until cancelled, where the owner wants that.
+
+        `target` as in `mapping.PortMapper`.
+        """
+        if not self._config.upnp or self._local or not self.port:
+            return
+        self._mapper = PortMapper(port=self.port, rng=rng, target=target)
+        await self._mapper.run()
 
     async def announce(self) -> None:
         """Say on the LAN where this node is, until cancelled; again whenever its addresses have changed.

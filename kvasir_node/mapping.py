@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("node")
 
 LEASE_S: Final = 3600
-"""What the router is asked for; the mapping is renewed at half of it."""
+RENEW_S: Final = LEASE_S / 2
+"""What the router is asked for, and after how long again."""
 
 SEARCH_S: Final = 3
 """How long routers may take to answer a search."""
@@ -87,8 +88,8 @@ class PortMapper:
             try:
                 router = await find_router(self._target)
                 while True:
-                    lease_s = await self._open(router)
-                    await asyncio.sleep(lease_s / 2)
+                    await self._open(router)
+                    await asyncio.sleep(RENEW_S)
             except KvasirError as error:
                 log.warning("port.unmapped", reason=str(error))
             finally:
@@ -98,8 +99,8 @@ class PortMapper:
                     self._external = None
             await asyncio.sleep(AGAIN_S * self._rng.uniform(0.5, 1.5))
 
-    async def _open(self, router: Router) -> float:
-        """Open the port, or keep it open; the seconds that the router gives. Raises `KvasirError`."""
+    async def _open(self, router: Router) -> None:
+        """Open the port, or keep it open. Raises `KvasirError`."""
         address = await router.external_address()
         if not ip_address(address).is_global:
             raise Unreachable(
@@ -109,7 +110,7 @@ class PortMapper:
         wanted = self._external or self._port
         for attempt in range(TRIES):
             try:
-                lease_s = await router.open(wanted, self._port)
+                await router.open(wanted, self._port)
                 break
             except PortTaken:
                 if attempt == TRIES - 1:
@@ -117,9 +118,8 @@ class PortMapper:
                 wanted = self._rng.randrange(20_000, 60_000)
         url = f"http://{address}:{wanted}"
         if url != self.url:
-            log.info("port.mapped", url=url, lease_s=lease_s, router=router.host)
+            log.info("port.mapped", url=url, router=router.host)
         self.url, self._external = url, wanted
-        return lease_s
 
 
 class PortTaken(KvasirError):  # noqa: N818 - says what to do
@@ -145,8 +145,8 @@ class Router:
             why = f"the router {self.host} is not connected: it gives {text[:40]!r} as its address"
             raise Unreachable(why) from None
 
-    async def open(self, external: int, internal: int) -> float:
-        """Map a port for `LEASE_S`, or for good where the router knows no leases; how long that counts.
+    async def open(self, external: int, internal: int) -> None:
+        """Map a port for `LEASE_S`, or for good where the router knows no leases.
 
         Raises `PortTaken`, or another `KvasirError`.
         """
@@ -154,7 +154,6 @@ class Router:
             await self._map(external, internal, LEASE_S)
         except _OnlyPermanent:
             await self._map(external, internal, 0)
-        return LEASE_S
 
     async def _map(self, external: int, internal: int, lease_s: int) -> None:
         await self._call(

@@ -64,7 +64,9 @@ class Standing:
 
     def _take(self, answer: TrustAnswer) -> None:
         self._status.trust = trust_fields(answer)
-        now = {(record.id, record.decision, record.disputed_at is not None) for record in answer.records}
+        now: set[tuple[bytes, str | None, bool]] = {
+            (record.id, record.decision, record.disputed_at is not None) for record in answer.records
+        }
         if self._told is not None:
             for record in reversed(answer.records):
                 key = (record.id, record.decision, record.disputed_at is not None)

@@ -102,7 +102,7 @@ def void_all(session: Session, wallet: PublicKey, quarantine: bytes, *, only: An
     if only is not None:
         waiting &= only
     lots = session.rows(select(t.lots).where(waiting).order_by(t.lots.c.reference, t.lots.c.part))
-    amount = sum(lot.amount for lot in lots)
+    amount: int = sum(lot.amount for lot in lots)
     if not amount:
         return 0
     reference = entry_reference("void", quarantine, *(lot.reference for lot in lots))
@@ -134,7 +134,8 @@ def give_back(session: Session, wallet: PublicKey, quarantine: bytes, *, later: 
     if later is not None and lots:
         again = t.lots.c.reference.in_([lot.reference for lot in lots])
         void_all(session, wallet, later, only=again)
-    return sum(lot.amount for lot in lots)
+    returned: int = sum(lot.amount for lot in lots)
+    return returned
 
 
 def _read_entry(session: Session, reference: bytes) -> ledger.Entry:
@@ -199,7 +200,7 @@ def _release(session: Session, wallet: PublicKey, rules: EscrowRules) -> int:
             escrow_s=rules.left_s,
         )
     ]
-    amount = sum(lot.amount for lot in lots)
+    amount: int = sum(lot.amount for lot in lots)
     if not amount:
         return 0
     entry = ledger.release(

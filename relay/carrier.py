@@ -16,41 +16,45 @@ from .errors import KvasirError, Unreachable
 from .frames import HEADER, MIN_COST, FrameType, cost, encode, encode_u32
 from .identity import PublicKey, SignedDocument
 from .messages import Close, GoAway, Welcome
-from .websocket import Buffer
+from .websocket import FRONT, Buffer
 from .wire import WebSocket
 
 _DATA: Final = int(FrameType.DATA)
+_BEFORE_DATA: Final = FRONT + HEADER.size
 
 
 class RelayChannel:
     """One circuit through a relay; a `Channel`."""
 
     path: Path = "relay"
-    headroom: Final = HEADER.size
+    headroom: Final = FRONT + HEADER.size
 
     def __init__(self, link: Link, id: int, peer: PublicKey) -> None:
         self.peer = peer
         self.id = id
         self._link = link
+        self._socket = link.socket
         self._inbox = Inbox()
         self._window = SendWindow(link.window_bytes)
         self._take: Callable[[Packet], None] | None = None
         self._on_end: Callable[[Unreachable], None] | None = None
         self._granted = link.window_bytes  # what the peer may still send
         self._consumed = 0  # read here, not granted anew yet
-        self._threshold = link.window_bytes // 4
+        self._threshold = link.window_bytes // 2
+        self._over = False
 
     # --- sending ---
 
     def room(self, size: int) -> bool:
         """See `Channel.room`."""
-        return self._window.left >= size + MIN_COST and not self._link.socket.paused
+        return self._window.left >= size + MIN_COST and not self._socket.paused
 
     def put(self, packet: bytearray) -> None:
         """See `Channel.put`."""
-        HEADER.pack_into(packet, 0, _DATA, self.id)
-        self._window.left -= cost(len(packet) - HEADER.size)
-        self._link.socket.send(packet)
+        HEADER.pack_into(packet, FRONT, _DATA, self.id)
+        size = len(packet) - _BEFORE_DATA
+        self._window.left -= size if size > MIN_COST else MIN_COST
+        self._socket.put(packet)
 
     async def reserve(self, size: int) -> None:
         """See `Channel.reserve`."""
@@ -68,7 +72,7 @@ class RelayChannel:
     async def send(self, packet: Buffer) -> None:
         """See `Channel.send`."""
         await self.reserve(len(packet))
-        self.put(bytearray(HEADER.size) + packet)
+        self.put(bytearray(self.headroom) + packet)
 
     # --- receiving ---
 
@@ -90,25 +94,25 @@ class RelayChannel:
             self.ended(self._inbox.end)
 
     def consumed(self, cost: int) -> None:
-        """See `Channel.consumed`. Told to the peer once a quarter of the window is consumed."""
+        """See `Channel.consumed`. Told to the peer once half of the window is consumed."""
         self._consumed += cost
-        if self._consumed >= self._threshold and self._inbox.end is None and self._link.socket.end is None:
+        if self._consumed >= self._threshold and not self._over and self._link.socket.end is None:
             amount, self._consumed = self._consumed, 0
             self._granted += amount
             self._link.write(encode(FrameType.CREDIT, self.id, encode_u32(amount)))
 
-    def arrived(self, frame: bytearray | memoryview) -> bool:
-        """The link has read a DATA frame for this channel; False if its sender went over the window.
+    def arrived(self, packet: memoryview) -> bool:
+        """The link has read a packet for this channel; False if its sender went over the window.
 
-        The frame is valid during this call alone.
+        The packet is valid during this call alone.
         """
-        packet = memoryview(frame)[HEADER.size :]
-        self._granted -= cost(len(packet))
+        size = len(packet)
+        self._granted -= size if size > MIN_COST else MIN_COST
         if self._granted < 0:
             return False
         if self._take is None:
             self._inbox.put(bytes(packet))
-        elif self._inbox.end is None:
+        elif not self._over:
             try:
                 self._take(packet)
             except KvasirError as error:
@@ -139,6 +143,7 @@ class RelayChannel:
 
     def ended(self, error: KvasirError) -> None:
         """No more either way, because of `error`; what has arrived can still be read."""
+        self._over = True
         self._inbox.finish(error)
         self._window.finish(error)
         if self._on_end is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from .errors import Refused, RemoteProtocolError
 from .frames import MIN_COST, WINDOW_BYTES, FrameType, encode, encode_u32
@@ -56,7 +56,7 @@ class Rules:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """An authenticated connection. `number` is unique in this relay's life."""
+    """An authenticated connection. `number` is unique in this relay's life; `link` is the shell's."""
 
     number: int
     key: PublicKey
@@ -65,6 +65,7 @@ class Peer:
     address: str
     legs: dict[int, Leg] = field(default_factory=dict)
     highest: int = 0  # the highest circuit id ever used on this connection
+    link: Any = None
 
     def __hash__(self) -> int:
         return self.number

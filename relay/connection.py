@@ -18,12 +18,15 @@ from .errors import Unreachable
 from .fairness import FairQueue
 from .frames import HEADER, FrameType, encode
 from .messages import GoAway, RefusedMessage
-from .websocket import header
-from .wire import GOING_AWAY, JOIN_BELOW, NORMAL, POLICY, WRITE_HIGH, WebSocket
+from .websocket import FRONT
+from .wire import GOING_AWAY, NORMAL, POLICY, WRITE_HIGH, WebSocket
 
 _ID: Final = struct.Struct(">I")
-_USUAL: Final = struct.Struct(">BBH")  # what goes before a whole binary message of 126 to 65,535 bytes
+_ID_AT: Final = FRONT + 1  # where the circuit's id lies in a frame behind free bytes
 _CLOSE: Final = int(FrameType.CLOSE)
+_DATA: Final = int(FrameType.DATA)
+_FORWARDED: Final = struct.Struct(">BBHBI")  # WebSocket header, type and circuit of a usual DATA frame
+_HEADER_AT: Final = FRONT - 4
 
 CONTROL_SLACK: Final = 1 << 20
 """Control frames that a peer may leave unread beyond its bound; then it is cut off."""
@@ -56,7 +59,7 @@ class Connection:
     @property
     def outstanding(self) -> int:
         """Bytes that wait here for the peer's link to take them."""
-        return self._transport.get_write_buffer_size() + self._fair.bytes
+        return self._transport.get_write_buffer_size() + self.socket.corked + self._fair.bytes
 
     def write(self, frame: bytes) -> None:
         """Write a control frame; a connection that is over drops it.
@@ -72,7 +75,7 @@ class Connection:
         if self._fair and frame[0] == _CLOSE:
             circuit: int = _ID.unpack_from(frame, 1)[0]
             if circuit in self._fair:
-                self._fair.put(circuit, bytearray(frame))
+                self._fair.put(circuit, bytearray(FRONT) + frame)
                 return
         self.socket.write(frame)
         if self._stall is None:
@@ -81,18 +84,30 @@ class Connection:
     def forward(self, id: int, frame: bytearray) -> bool:
         """Write a peer's DATA frame for circuit `id` here; False, and nothing written, if it is too much.
 
-        The frame is changed (it gets this side's id) and must not be used again.
+        The frame lies behind `FRONT` free bytes; it is changed (it gets this side's id) and must not be used
+        again.
         """
-        size = len(frame)
-        waiting = self._transport.get_write_buffer_size()
-        if self._fair.bytes or waiting + size > WRITE_HIGH or self.outcome is not None:
+        size, socket, transport = len(frame) - FRONT, self.socket, self._transport
+        waiting = transport.get_write_buffer_size() + socket.corked
+        if (
+            self._fair.bytes
+            or waiting + size > WRITE_HIGH
+            or self.outcome is not None
+            or socket.end is not None
+        ):
             return self._forward_later(id, frame, waiting)
-        _ID.pack_into(frame, 1, id)
         self._written += size
-        if 126 <= size < JOIN_BELOW:
-            self._transport.write(_USUAL.pack(0x82, 126, size) + frame)
+        if 125 < size < 65_536:
+            _FORWARDED.pack_into(frame, _HEADER_AT, 0x82, 126, size, _DATA, id)
+            del frame[:_HEADER_AT]
+            if socket.fresh:
+                socket.fresh = False
+                transport.write(frame)
+            else:
+                socket.cork(frame)
         else:
-            self._transport.writelines((header(size), frame))
+            _ID.pack_into(frame, _ID_AT, id)
+            socket.put(frame)
         if waiting and self._stall is None:
             self._watch()
         return True
@@ -101,10 +116,10 @@ class Connection:
         """`forward` where the link is behind, or gone."""
         if self.outcome is not None or self.socket.end is not None:
             return True  # its circuits are about to end, and their peers to be told
-        size = len(frame)
+        size = len(frame) - FRONT
         if waiting + self._fair.bytes + size - HEADER.size > self.bound:
             return False
-        _ID.pack_into(frame, 1, id)
+        _ID.pack_into(frame, _ID_AT, id)
         self._written += size
         self._fair.put(id, frame)
         if not self.socket.paused:
@@ -117,7 +132,9 @@ class Connection:
         """The link has room: the circuits that wait take their turns."""
         fair, socket = self._fair, self.socket
         while fair and not socket.paused and socket.end is None:
-            socket.send(fair.take())
+            socket.put(fair.take())
+            if self._transport.get_write_buffer_size() + socket.corked > WRITE_HIGH:
+                socket.flush()
 
     def _watch(self) -> None:
         left = self.outstanding
@@ -204,6 +221,6 @@ class Connection:
             return
         self.outcome = outcome
         while self._fair and self.socket.end is None:  # the transport has a second or two to write them
-            self.socket.send(self._fair.take())
+            self.socket.put(self._fair.take())
         self.stop()
         self.socket.close(status)

@@ -22,7 +22,7 @@ from .circuit import Admission, Rules
 from .errors import ConfigError, KvasirError, Refused, RemoteProtocolError, Unreachable
 from .frames import MAX_PACKET, WINDOW_BYTES, cost
 from .identity import PublicKey
-from .websocket import Buffer
+from .websocket import FRONT, Buffer
 from .wire import NORMAL, POLICY, WebSocket, accept, dial
 
 SESSION_PATH: Final = "/session/v1"
@@ -51,7 +51,7 @@ class DirectChannel:
     """A `Channel` over one WebSocket of either side."""
 
     path: Path = "direct"
-    headroom: Final = 0
+    headroom: Final = FRONT
 
     def __init__(self, socket: WebSocket, peer: PublicKey) -> None:
         self.peer = peer
@@ -74,7 +74,7 @@ class DirectChannel:
 
     def put(self, packet: bytearray) -> None:
         """See `Channel.put`."""
-        self._socket.send(packet)
+        self._socket.put(packet)
         self._put_at = self._loop.time()
         if self._watch is None:
             self._watch = self._loop.call_later(SILENCE_S, self._listen_in, self._socket.bytes_read)
@@ -94,7 +94,7 @@ class DirectChannel:
     async def send(self, packet: Buffer) -> None:
         """See `Channel.send`."""
         await self.reserve(len(packet))
-        self.put(bytearray(packet))
+        self.put(bytearray(FRONT) + packet)
 
     # --- receiving ---
 

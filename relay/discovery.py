@@ -155,17 +155,4 @@ def _zeroconf() -> Any:
     try:
         return importlib.import_module("zeroconf")
     except ImportError:
-        raise ConfigError("finding devices on the LAN needs zeroconf: pip install 'kvasir[lan]'") from None
-
-
-def own_addresses() -> tuple[str, ...]:
-    """This machine's addresses that others on its networks may dial; IPv4 first."""
-    ifaddr = importlib.import_module("ifaddr")  # zeroconf's own means
-    found: list[str] = []
-    for adapter in ifaddr.get_adapters():
-        for ip in adapter.ips:
-            text = ip.ip if isinstance(ip.ip, str) else ip.ip[0]
-            address = ipaddress.ip_address(text)
-            if not (address.is_loopback or address.is_link_local or address.is_unspecified):
-                found.append(str(address))
-    return tuple(sorted(dict.fromkeys(found), key=lambda text: ":" in text))
+        raise ConfigError("finding devices on the LAN needs zeroconf: pip install zeroconf") from None

@@ -16,13 +16,15 @@ from typing import Final, NoReturn
 from .channel import Channel, Packet, Path
 from .circuit import Outcome
 from .errors import KvasirError, Unreachable
-from .frames import cost
+from .frames import MAX_PACKET, MIN_COST
 from .identity import Certificate, ExchangeKey, ExchangePublic, PublicKey, SerialBook
 from .noise import TAG_BYTES
 from .session import GenerationBook, Initiator, Message, RekeyLimits, Responder, SessionCore
 
 REKEY_BYTES: Final = 1 + TAG_BYTES
 """Size of the packet that announces a new key."""
+
+_WHOLE: Final = (bytes, bytearray, memoryview)
 
 CLOSE_TIMEOUT_S: Final = 2.0
 """How long `close` waits for room to say so."""
@@ -196,15 +198,15 @@ class SecureSession:
         """Send one message at once; False, and nothing sent, where only `send` can: it may have to wait."""
         if self._end is not None or self._sending.locked():
             return False
-        core, channel = self._core, self.channel
-        record = core.record(message)
-        if record is None:
+        channel = self.channel
+        size = (len(message) if isinstance(message, _WHOLE) else sum(map(len, message))) + REKEY_BYTES
+        if size > MAX_PACKET or not channel.room(size):
             return False
-        size = len(record) + TAG_BYTES
-        if not channel.room(size) or core.rekey_due(time.monotonic()):
+        packet = self._core.pack(message, time.monotonic(), channel.headroom)
+        if packet is None:
             return False
         self.bytes_sent += size
-        channel.put(core.seal(record, channel.headroom))
+        channel.put(packet)
         return True
 
     def listen(self, handler: Callable[[bytes], None]) -> None:
@@ -253,12 +255,19 @@ class SecureSession:
 
     async def receive(self) -> bytes:
         """The next message, never empty. Raises `Unreachable` when the session ended, saying why."""
-        while not self._ready:
+        ready = self._ready
+        while not ready:
             if self._end is not None:
                 raise self._end
-            self._free()
-            await self._wait()
-        message, cost = self._ready.popleft()
+            if self._cost:
+                self._free()
+            assert self._waiter is None, "a session has one reader"
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message, cost = ready.popleft()
         self.channel.consumed(cost)
         return message
 
@@ -291,11 +300,12 @@ class SecureSession:
         """The channel has read a packet. Raises `KvasirError` if that ends the session."""
         if self._end is not None:
             return
-        self.bytes_received += len(packet)
-        self._cost += cost(len(packet))
-        confirmed = self._core.confirmed
+        core, size = self._core, len(packet)
+        self.bytes_received += size
+        self._cost += size if size > MIN_COST else MIN_COST
+        confirmed = core.confirmed
         try:
-            message = self._core.receive(packet, time.monotonic())
+            message = core.receive(packet, time.monotonic())
         except KvasirError as error:
             self._finish("protocol_error", f"the session ended: {error}", error.code)
             raise
@@ -306,8 +316,8 @@ class SecureSession:
                 self._hand_on()
             elif self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
-        elif self._core.peer_close is not None:
-            code, text = self._core.peer_close
+        elif core.peer_close is not None:
+            code, text = core.peer_close
             self._finish(
                 "drained" if code == "draining" else "closed", text or "the peer closed the session", code
             )

@@ -38,9 +38,11 @@ from .meters import Meters
 from .metrics import CONTENT_TYPE, metrics_text
 from .probe import Finding, Probe
 from .tickets import Ticket, check_auth, open_ticket, welcome_message
+from .websocket import FRONT
 from .wire import GOING_AWAY, NORMAL, accept
 
 _DATA: Final = int(FrameType.DATA)
+_BEFORE_DATA: Final = FRONT + HEADER.size
 
 log = structlog.get_logger("relay")
 
@@ -242,7 +244,7 @@ class Relay:
             self._refusals[error.code] += 1
             return _refusal(error)
         try:
-            response, socket = await accept(request, max_bytes=MAX_FRAME)
+            response, socket = await accept(request, max_bytes=MAX_FRAME, front=FRONT)
             self._greet(Connection(socket, address, self.config))
             await socket.lost
             return response
@@ -272,7 +274,7 @@ class Relay:
     def _follow(self, peer: Peer, connection: Connection) -> None:
         """From here on `connection` is `peer`'s."""
         connection.socket.attach(
-            partial(self._frame, peer, connection),
+            self._taker(peer, connection),
             on_error=partial(self._failed, connection),
             on_end=lambda _: self._ended(peer, connection),
             on_writable=connection.on_writable,
@@ -314,7 +316,7 @@ class Relay:
 
     def _authenticate(self, connection: Connection, nonce: bytes, frame: bytearray | memoryview) -> Peer:
         """AUTH in, WELCOME out. Raises `KvasirError` with the reason to refuse."""
-        kind, _, payload = decode(frame)
+        kind, _, payload = decode(memoryview(frame)[FRONT:])
         if kind is not FrameType.AUTH:
             raise RemoteProtocolError(f"expected AUTH, got {kind.name}")
         auth = Auth.from_bytes(payload)
@@ -368,7 +370,7 @@ class Relay:
         )
         connection.write(encode(FrameType.WELCOME, 0, welcome.to_bytes()))
         connection.ticket_expires_at = ticket.expires_at
-        self._connections[peer.number] = connection
+        self._connections[peer.number] = peer.link = connection
         low, high = config.ping_jitter_s
         connection.start_pings(
             lambda: config.ping_s + self._rng.uniform(low, high), lambda: self._check_expiry(peer, connection)
@@ -382,20 +384,25 @@ class Relay:
             self._leave(peer, "protocol_error")
             connection.refuse("expired", "the ticket was not renewed: get a new one", None, "protocol_error")
 
-    def _frame(self, peer: Peer, connection: Connection, frame: bytearray | memoryview) -> None:
-        size = len(frame) - HEADER.size
-        if 0 < size <= MAX_PACKET and frame[0] == _DATA:
-            leg = self._board.forward(peer, HEADER.unpack_from(frame)[1], size)
-            if leg is None:
-                return
-            if not isinstance(frame, bytearray):
-                frame = bytearray(frame)
-            if leg.other.credit < 0 or not self._connections[leg.peer.number].forward(leg.id, frame):
-                self._carry_out(self._board.busy(leg, size, time.monotonic()))
-            return
-        self._control(peer, connection, frame)
+    def _taker(self, peer: Peer, connection: Connection) -> Callable[[bytearray], None]:
+        """What takes each frame of `peer`, behind `FRONT` free bytes, for keeps.
 
-    def _control(self, peer: Peer, connection: Connection, frame: bytearray | memoryview) -> None:
+        A DATA frame within its credit goes from here to the other side's socket at once.
+        """
+        board, parse = self._board, HEADER.unpack_from
+
+        def take(frame: bytearray) -> None:
+            size = len(frame) - _BEFORE_DATA
+            if not 0 < size <= MAX_PACKET or frame[FRONT] != _DATA:
+                self._control(peer, connection, memoryview(frame)[FRONT:])
+                return
+            leg = board.forward(peer, parse(frame, FRONT)[1], size)
+            if leg is not None and (leg.other.credit < 0 or not leg.peer.link.forward(leg.id, frame)):
+                self._carry_out(board.busy(leg, size, time.monotonic()))
+
+        return take
+
+    def _control(self, peer: Peer, connection: Connection, frame: memoryview) -> None:
         kind, id, payload = decode(frame)
         now = time.monotonic()
         if kind is FrameType.CREDIT:
@@ -432,6 +439,7 @@ class Relay:
     def _leave(self, peer: Peer, outcome: Outcome) -> None:
         self._carry_out(self._board.leave(peer, outcome, time.monotonic()))
         self._connections.pop(peer.number, None)
+        peer.link = None
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:

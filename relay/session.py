@@ -242,14 +242,33 @@ class SessionCore:
 
     # --- sending ---
 
-    def record(self, message: Message) -> bytes | None:
-        """The one record that carries `message`, or None if it takes more than one."""
-        if self._partial:
+    def pack(self, message: Message, now: float, headroom: int = 0) -> bytearray | None:
+        """The one packet that carries `message`, as `seal` gives it; None where the message takes more.
+
+        That is where it is too long for one record, or a rekey or the end of a message given up comes first.
+        """
+        used, limits = self._sent, self._limits
+        if (
+            self._partial
+            or used.records >= limits.records
+            or used.bytes >= limits.bytes
+            or (now - used.since >= limits.seconds and used.records)
+        ):
             return None
         if isinstance(message, bytes):
-            return _LAST + message if len(message) <= MAX_BODY else None
-        parts = (message,) if isinstance(message, bytearray | memoryview) else message
-        return b"".join((_LAST, *parts)) if sum(map(len, parts)) <= MAX_BODY else None
+            record = _LAST + message
+        elif isinstance(message, bytearray | memoryview):
+            record = b"".join((_LAST, message))
+        else:
+            record = b"".join((_LAST, *message))
+        size = len(record) + TAG_BYTES
+        if size > MAX_NOISE_MESSAGE:
+            return None
+        packet = bytearray(headroom + size)
+        self._sending.encrypt_into(record, memoryview(packet)[headroom:])
+        used.records += 1
+        used.bytes += size
+        return packet
 
     def records(self, message: Message) -> Iterator[bytes]:
         """The plaintext records that carry `message`. Raises `LocalProtocolError` above 64 MiB.
@@ -310,8 +329,18 @@ class SessionCore:
             raise self._ended
         try:
             record = self._receiving.decrypt(packet)
-            if self.confirmed and not self._parts and record[:1] == _LAST and self.peer_close is None:
-                self._count(len(packet))
+            used, limits = self._received, self._limits
+            if (
+                self.confirmed
+                and record
+                and not record[0]  # the usual: a whole message in one record
+                and not self._parts
+                and self.peer_close is None
+                and used.records < limits.records
+                and used.bytes < limits.bytes
+            ):
+                used.records += 1
+                used.bytes += len(packet)
                 return record[1:] or None
             return self._take(record, len(packet), now)
         except KvasirError as error:

@@ -14,7 +14,6 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -48,6 +47,7 @@ SPREAD_ATTEMPT: Final = 4
 RELAY_PATH: Final = "/relay/v1"
 _FATAL: Final = frozenset({"duplicate", "version", "wrong_swarm"})
 _DATA: Final = int(FrameType.DATA)
+_EMPTY: Final = HEADER.size
 
 log = structlog.get_logger("relay")
 
@@ -297,16 +297,22 @@ class RelayClient:
                 else:
                     ended.set_result(None)
 
-        link.socket.attach(partial(self._frame, link), on_error=failed, on_end=over)
+        link.socket.attach(self._taker(link), on_error=failed, on_end=over)
         await ended
 
-    def _frame(self, link: Link, frame: bytearray | memoryview) -> None:
-        if len(frame) > HEADER.size and frame[0] == _DATA:
-            channel = link.channels.get(HEADER.unpack_from(frame)[1])
-            if channel is not None and not channel.arrived(frame):
-                raise RemoteProtocolError("the relay sent more than the circuit's window")
-            return
-        self._control(link, frame)
+    def _taker(self, link: Link) -> Callable[[bytearray | memoryview], None]:
+        """What takes each frame of the relay."""
+        parse = HEADER.unpack_from
+
+        def take(frame: bytearray | memoryview) -> None:
+            if len(frame) > _EMPTY and frame[0] == _DATA:
+                channel = link.channels.get(parse(frame)[1])
+                if channel is not None and not channel.arrived(memoryview(frame)[_EMPTY:]):
+                    raise RemoteProtocolError("the relay sent more than the circuit's window")
+            else:
+                self._control(link, frame)
+
+        return take
 
     def _control(self, link: Link, frame: bytearray | memoryview) -> None:
         kind, id, payload = decode(frame)

@@ -2,7 +2,8 @@
 
 Knows framing, masks and the protocol's own limits, for either side; no extensions. One read of a socket may
 hold many messages, and one message many reads: each payload byte is copied once, and unmasked in place by
-compiled code. What messages mean is elsewhere.
+compiled code. A payload that is kept may lie behind `FRONT` free bytes, where the header goes with which it is
+written on. What messages mean is elsewhere.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
+from itertools import chain
 from typing import Final
 
 from aiohttp._websocket.helpers import websocket_mask
 
-from .errors import RemoteProtocolError
+from .errors import LocalProtocolError, RemoteProtocolError
 
 Buffer = bytes | bytearray | memoryview
 """Bytes that are read, never changed."""
@@ -26,6 +28,10 @@ PONG: Final = 0xA
 
 mask_in_place: Final[Callable[[bytes, bytearray], None]] = websocket_mask
 """Mask or unmask a payload with a 4-byte mask: aiohttp's compiled loop, or its Python where that lacks."""
+
+FRONT: Final = 8
+"""Free bytes before a payload, for its header: the size of a usual masked one. A multiple of 4, so that masking
+all of it masks the payload as it should."""
 
 _CONTINUATION: Final = 0x0
 _TEXT: Final = 0x1
@@ -42,8 +48,9 @@ class MessageReader:
     """What arrives from one peer, cut into messages.
 
     `deliver(payload)` is called for each binary message, `control(opcode, payload)` for close, ping and pong,
-    both within `feed`. From a client (`masked`) a payload is a bytearray for keeps; from a server it may be a
-    view of what was fed, valid during the call alone. `max_bytes`: longest message.
+    both within `feed`. From a client (`masked`) a payload is a bytearray for keeps, behind `front` free bytes
+    (0 or `FRONT`); from a server it may be a view of what was fed, valid during the call alone. `max_bytes`:
+    longest message.
     """
 
     __slots__ = (
@@ -52,6 +59,7 @@ class MessageReader:
         "_deliver",
         "_filled",
         "_first",
+        "_front",
         "_mask",
         "_masked",
         "_max_bytes",
@@ -70,14 +78,17 @@ class MessageReader:
         *,
         masked: bool,
         max_bytes: int,
+        front: int = 0,
     ) -> None:
+        if front not in (0, FRONT) or (front and not masked):
+            raise LocalProtocolError(f"a client's payloads may lie behind {FRONT} free bytes or none")
         self._deliver, self._control = deliver, control
-        self._masked, self._max_bytes = masked, max_bytes
+        self._masked, self._max_bytes, self._front = masked, max_bytes, front
         usual = _USUAL_MASKED if masked else _USUAL
         self._unpack, self._usual_bytes, self._second = usual.unpack_from, usual.size, 0xFE if masked else 126
         self._stopped = False
         self._tail = b""  # the beginning of a header
-        self._body: bytearray | None = None  # a payload that is not complete yet
+        self._body: bytearray | None = None  # a payload that is not complete yet, behind what is free
         self._filled = 0
         self._first = 0
         self._mask = b""
@@ -100,6 +111,8 @@ class MessageReader:
         """Take the next bytes of the stream. Raises `RemoteProtocolError`; nothing more is read then."""
         if self._stopped:
             return
+        if not isinstance(data, memoryview):
+            data = memoryview(data)
         position = 0
         try:
             if self._body is not None:
@@ -107,39 +120,42 @@ class MessageReader:
                 if self._body is not None:
                     return
             if self._tail:
-                data, self._tail = self._tail + data, b""
-            self._parse(data if isinstance(data, memoryview) else memoryview(data), position)
+                data, self._tail = memoryview(self._tail + data), b""
+            end, usual_bytes, front = len(data), self._usual_bytes, self._front
+            while end - position >= usual_bytes:
+                first, second, size, mask = self._unpack(data, position)
+                if (
+                    first == _WHOLE_BINARY
+                    and second == self._second
+                    and 126 <= size <= self._max_bytes
+                    and self._message is None
+                ):
+                    start = position + usual_bytes
+                    position = start + size
+                    if position > end:
+                        self._begin(first, mask, size, data[start:])
+                        return
+                    if mask:
+                        body = bytearray(data[start - front : position])
+                        mask_in_place(mask, body)
+                        self._deliver(body)
+                    else:
+                        self._deliver(data[start:position])
+                else:
+                    position = self._unusual(data, position)
+                    if position < 0:
+                        return
+                if self._stopped:
+                    return
+            if position < end:
+                self._rest(data, position)
         except RemoteProtocolError:
             self._stopped = True
             raise
 
-    def _parse(self, data: memoryview, position: int) -> None:
-        end, usual_bytes, second_byte = len(data), self._usual_bytes, self._second
-        while end - position >= usual_bytes:
-            first, second, size, mask = self._unpack(data, position)
-            if (
-                first == _WHOLE_BINARY
-                and second == second_byte
-                and 126 <= size <= self._max_bytes
-                and self._message is None
-            ):
-                start = position + usual_bytes
-                position = start + size
-                if position > end:
-                    self._begin(first, mask, size, data[start:])
-                    return
-                if mask:
-                    body = bytearray(data[start:position])
-                    mask_in_place(mask, body)
-                    self._deliver(body)
-                else:
-                    self._deliver(data[start:position])
-            else:
-                position = self._unusual(data, position)
-                if position < 0:
-                    return
-            if self._stopped:
-                return
+    def _rest(self, data: memoryview, position: int) -> None:
+        """Take the last bytes of a read, too few for a usual message."""
+        end = len(data)
         while end - position >= 2 and not self._stopped:
             position = self._unusual(data, position)
             if position < 0:
@@ -171,7 +187,7 @@ class MessageReader:
             return -1
         body: bytearray | memoryview = data[start : start + size]
         if self._masked:
-            body = bytearray(body)
+            body = bytearray(self._front) + body
             mask_in_place(mask, body)
         self._take(first, body)
         return start + size
@@ -200,14 +216,15 @@ class MessageReader:
             raise RemoteProtocolError("frames are binary messages")
         elif (opcode == _CONTINUATION) is (self._message is None):
             raise RemoteProtocolError("a malformed WebSocket message: fragments out of order")
-        elif self._message is not None and len(self._message) + size > self._max_bytes:
+        elif self._message is not None and len(self._message) - self._front + size > self._max_bytes:
             raise RemoteProtocolError(f"a message of more than {self._max_bytes} bytes")
 
     def _begin(self, first: int, mask: bytes, size: int, part: memoryview) -> None:
         """Keep the first part of a payload whose rest is still on its way."""
-        self._body = body = bytearray(size)
-        self._first, self._mask, self._filled = first, mask, len(part)
-        body[: len(part)] = part
+        front = self._front
+        self._body = body = bytearray(front + size)
+        self._first, self._mask, self._filled = first, mask, front + len(part)
+        body[front : self._filled] = part
 
     def _fill(self, data: bytes | memoryview) -> int:
         """Add to the payload that is not complete; how many bytes of `data` it took."""
@@ -228,33 +245,33 @@ class MessageReader:
         if first == _WHOLE_BINARY:
             self._deliver(body)
             return
-        opcode = first & 0x0F
+        opcode, payload = first & 0x0F, memoryview(body)[self._front :]
         if opcode >= CLOSE:
-            self._control(opcode, bytes(body))
+            self._control(opcode, bytes(payload))
             return
         if self._message is None:
-            self._message = bytearray()
-        self._message += body
+            self._message = bytearray(self._front)
+        self._message += payload
         if first >= 0x80:
             whole, self._message = self._message, None
             self._deliver(whole)
 
 
-class MaskSource:
-    """Masking keys that cannot be foreseen (RFC 6455 section 5.3), drawn from the system many at a time."""
+def _fresh_masks() -> list[bytes]:
+    return [mask for (mask,) in struct.iter_unpack("4s", os.urandom(4 * _MASKS_AT_ONCE))]
 
-    __slots__ = ("_left", "_pool")
+
+class MaskSource:
+    """Masking keys that cannot be foreseen (RFC 6455 section 5.3), drawn from the system many at a time.
+
+    `next()` gives four fresh random bytes.
+    """
+
+    __slots__ = ("next",)
 
     def __init__(self) -> None:
-        self._pool = b""
-        self._left = 0
-
-    def next(self) -> bytes:
-        """Four fresh random bytes."""
-        if not self._left:
-            self._pool, self._left = os.urandom(4 * _MASKS_AT_ONCE), _MASKS_AT_ONCE
-        self._left -= 1
-        return self._pool[4 * self._left : 4 * self._left + 4]
+        never: object = None
+        self.next: Final[Callable[[], bytes]] = chain.from_iterable(iter(_fresh_masks, never)).__next__
 
 
 def header(size: int, opcode: int = BINARY, mask: bytes = b"") -> bytes:

@@ -3,8 +3,10 @@
 Theory of operation. aiohttp carries the HTTP request that asks for the upgrade (TLS, proxies, redirects and
 headers are its business). Then `accept` and `dial` take the transport over: what it reads goes through a
 `MessageReader` to a handler within the same call, and what is written goes to it behind a header, so a frame
-crosses a relay without a task, a queue or a lock. Until a handler is attached, messages wait for `receive`,
-and reading pauses while many do. Knows nothing of what messages mean.
+crosses a relay without a task, a queue or a lock. The first message after something was read is written at
+once; those that follow it within one turn of the event loop are written together at its end, in one system
+call. Until a handler is attached, messages wait for `receive`, and reading pauses while many do. Knows nothing
+of what messages mean.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import base64
 import hashlib
 import os
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +29,10 @@ from .errors import KvasirError, Refused, RemoteProtocolError, Unreachable
 from .websocket import (
     BINARY,
     CLOSE,
+    FRONT,
     PING,
     PONG,
+    Buffer,
     MaskSource,
     MessageReader,
     close_payload,
@@ -48,6 +53,9 @@ QUEUE_HIGH: Final = 1 << 20
 CLOSE_GRACE_S: Final = 2.0
 """How long a closing connection may take to write what is left."""
 
+CORK_BYTES: Final = 128 * 1024
+"""Bytes of messages that are written together in the middle of a turn of the event loop."""
+
 TURN_BYTES: Final = 1 << 20
 """What one connection may hand on before the others get their turn."""
 
@@ -58,8 +66,8 @@ Handler = Callable[[bytearray | memoryview], None]
 """Takes one message; a view is valid during the call alone."""
 
 _TURN, _QUEUE, _OWNER = 1, 2, 4  # why reading pauses
-JOIN_BELOW: Final = 16_384
-"""Shorter messages are joined with their header, longer ones are not copied for it."""
+_USUAL: Final = struct.Struct(">BBH")  # the header of a whole binary message of 126 to 65,535 bytes
+_USUAL_MASKED: Final = struct.Struct(">BBH4s")
 _ACCEPT_GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 _next_mask = MaskSource().next
@@ -67,19 +75,30 @@ _local = threading.local()
 log = structlog.get_logger("relay")
 
 
-def _scratch() -> memoryview:
+class _Scratch(dict[int, memoryview]):
+    """One buffer, whatever size is hinted at: `__getitem__` gives it without a call of Python code."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(READ_BYTES))
+        super().__init__({-1: self.buffer, 65_536: self.buffer})  # what asyncio and uvloop hint at
+
+    def __missing__(self, hint: int) -> memoryview:
+        return self.buffer
+
+
+def _scratch() -> _Scratch:
     """This thread's read buffer: what is read is handed on before anything else can read."""
     found = getattr(_local, "scratch", None)
     if found is None:
-        found = _local.scratch = memoryview(bytearray(READ_BYTES))
-    assert isinstance(found, memoryview)
+        found = _local.scratch = _Scratch()
+    assert isinstance(found, _Scratch)
     return found
 
 
 class WebSocket(asyncio.BufferedProtocol):
     """A connection after its upgrade. `end` is why it is over, or None; `status` the peer's close code.
 
-    `bytes_read` counts all that came.
+    `bytes_read` counts all that came. `paused`: the transport holds so much that writers should wait.
     """
 
     def __init__(
@@ -89,6 +108,7 @@ class WebSocket(asyncio.BufferedProtocol):
         client: bool,
         max_bytes: int,
         release: Callable[[Exception | None], None],
+        front: int = 0,
     ) -> None:
         self.transport = transport
         self.end: KvasirError | None = None
@@ -96,20 +116,29 @@ class WebSocket(asyncio.BufferedProtocol):
         self._client = client
         self._release = release
         self._loop = asyncio.get_running_loop()
-        self._reader = MessageReader(self._arrived, self._control, masked=not client, max_bytes=max_bytes)
+        self._reader = MessageReader(
+            self._arrived, self._control, masked=not client, max_bytes=max_bytes, front=front
+        )
         self._handler: Handler | None = None
         self._on_error: Callable[[Exception], None] | None = None
         self._on_end: Callable[[KvasirError], None] | None = None
         self._on_pong: Callable[[], None] | None = None
         self._on_writable: Callable[[], None] | None = None
         self._queue: deque[bytes | bytearray] = deque()
-        self._scratch = _scratch()
+        scratch = _scratch()
+        self._scratch = scratch.buffer
+        self.get_buffer = scratch.__getitem__  # type: ignore[method-assign]
+        """See `asyncio.BufferedProtocol`: all connections of a thread read into one buffer, in turn."""
         self._queued = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._paused = False
+        self.paused = False
+        self.corked = 0  # bytes of messages that wait for the end of the loop's turn
+        self._corked: list[Buffer] = []
+        self._turning = False
+        self.fresh = True  # the next message is written at once, and nothing waits
         self._writable: list[asyncio.Future[None]] = []
         self.bytes_read = 0
-        self._turn = 0
+        self._turn_ends = TURN_BYTES
         self._held = 0  # why reading pauses, as bits
         self._closing: asyncio.TimerHandle | None = None
         self.lost: asyncio.Future[None] = self._loop.create_future()
@@ -138,7 +167,8 @@ class WebSocket(asyncio.BufferedProtocol):
         self._queued = 0
         try:
             while waiting and self.end is None:
-                handler(memoryview(waiting.popleft()))
+                message = waiting.popleft()
+                handler(message if isinstance(message, bytearray) else memoryview(message))
         except Exception as error:
             self._failed(error)
         self._read_on(_QUEUE)
@@ -173,18 +203,14 @@ class WebSocket(asyncio.BufferedProtocol):
         except Exception as error:
             self._failed(error)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`: all connections of a thread read into one buffer, in turn."""
-        return self._scratch
-
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
         if self.end is not None:
             return
-        self._turn += nbytes
+        self.fresh = not self.corked
         self.bytes_read += nbytes
-        if self._turn > TURN_BYTES and self._handler is not None:
-            self._turn = 0
+        if self.bytes_read > self._turn_ends and self._handler is not None:
+            self._turn_ends = self.bytes_read + TURN_BYTES
             self._hold(_TURN)
             self._loop.call_soon(self._read_on, _TURN)
         try:
@@ -250,34 +276,82 @@ class WebSocket(asyncio.BufferedProtocol):
 
     # --- writing ---
 
-    @property
-    def paused(self) -> bool:
-        """Whether the transport holds so much that writers should wait."""
-        return self._paused
-
     def write(self, message: bytes) -> None:
         """Write one binary message. Raises `Unreachable` once the connection is over."""
-        self.send(bytearray(message))
+        self.put(bytearray(FRONT) + message)
 
-    def send(self, message: bytearray) -> None:
-        """`write`, for a message that may be changed and is not used again by the caller."""
+    def put(self, packet: bytearray) -> None:
+        """Write the message behind `FRONT` free bytes of `packet`, which is changed and not to be used again.
+
+        Raises `Unreachable` once the connection is over.
+        """
         if self.end is not None:
             raise Unreachable(str(self.end), code=self.end.code)
-        size = len(message)
+        size = len(packet) - FRONT
+        if not 125 < size < 65_536:
+            self._put_unusual(packet, size)
+            return
+        data: bytearray | memoryview = packet
         if self._client:
             mask = _next_mask()
-            mask_in_place(mask, message)
-            head = header(size, BINARY, mask)
+            mask_in_place(mask, packet)
+            _USUAL_MASKED.pack_into(packet, 0, 0x82, 0xFE, size, mask)
         else:
-            head = header(size)
-        if size < JOIN_BELOW:
-            self.transport.write(head + message)
+            _USUAL.pack_into(packet, 4, 0x82, 126, size)
+            data = memoryview(packet)[4:]
+        if self.fresh:
+            self.fresh = False
+            self.transport.write(data)
         else:
-            self.transport.writelines((head, message))
+            self.cork(data)
+
+    def _put_unusual(self, packet: bytearray, size: int) -> None:
+        """`put` where the header has another size than usual."""
+        mask = b""
+        if self._client:
+            mask = _next_mask()
+            mask_in_place(mask, packet)
+        head = header(size, BINARY, mask)
+        if len(head) > FRONT:
+            self.cork(head)
+            self.cork(memoryview(packet)[FRONT:])
+            return
+        start = FRONT - len(head)
+        packet[start:FRONT] = head
+        if self.fresh:
+            self.fresh = False
+            self.transport.write(memoryview(packet)[start:])
+        else:
+            self.cork(memoryview(packet)[start:])
+
+    def cork(self, data: Buffer) -> None:
+        """Write `data` at the end of the loop's turn, or once there is enough to write."""
+        self.fresh = False
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn_ended)
+        self._corked.append(data)
+        self.corked += len(data)
+        if self.corked >= CORK_BYTES:
+            self.flush()
+
+    def _turn_ended(self) -> None:
+        self._turning = False
+        self.flush()
+        self.fresh = True
+
+    def flush(self) -> None:
+        """Hand all to the transport that was written so far."""
+        if self.corked:
+            corked, self._corked, self.corked = self._corked, [], 0
+            if len(corked) == 1:
+                self.transport.write(corked[0])
+            else:
+                self.transport.writelines(corked)
 
     async def drain(self) -> None:
         """Return once the transport has room. Raises `Unreachable` if the connection ends before."""
-        while self._paused and self.end is None:
+        while self.paused and self.end is None:
             waiter = self._loop.create_future()
             self._writable.append(waiter)
             await waiter
@@ -291,11 +365,11 @@ class WebSocket(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """See `asyncio.BaseProtocol`."""
-        self._paused = True
+        self.paused = True
 
     def resume_writing(self) -> None:
         """See `asyncio.BaseProtocol`."""
-        self._paused = False
+        self.paused = False
         self._release_writers()
         if self._on_writable is not None:
             self._on_writable()
@@ -309,6 +383,7 @@ class WebSocket(asyncio.BufferedProtocol):
     def _write(self, opcode: int, payload: bytes) -> None:
         if self.transport.is_closing():
             return
+        self.flush()
         mask, body = b"", bytearray(payload)
         if self._client:
             mask = _next_mask()
@@ -330,7 +405,13 @@ class WebSocket(asyncio.BufferedProtocol):
         if self.end is None:
             self.end = error or Unreachable("the connection was cut off")
             self._reader.stop()
+        self._drop()
         self.transport.abort()
+
+    def _drop(self) -> None:
+        """Forget what waits for the end of the turn."""
+        self._corked.clear()
+        self.corked = 0
 
     def eof_received(self) -> bool:
         """See `asyncio.BaseProtocol`: half of a connection is none."""
@@ -340,6 +421,7 @@ class WebSocket(asyncio.BufferedProtocol):
         """See `asyncio.BaseProtocol`."""
         if self._closing is not None:
             self._closing.cancel()
+        self._drop()
         self._finish(Unreachable(f"the connection was lost: {exc}" if exc else "the connection was closed"))
         if not self.lost.done():
             self.lost.set_result(None)
@@ -406,9 +488,12 @@ def _take_over(
     return socket
 
 
-async def accept(request: web.Request, *, max_bytes: int) -> tuple[web.StreamResponse, WebSocket]:
+async def accept(
+    request: web.Request, *, max_bytes: int, front: int = 0
+) -> tuple[web.StreamResponse, WebSocket]:
     """Answer a request for an upgrade; the response for the handler to return at the end, and the socket.
 
+    `front`: free bytes before each message that the socket hands on, 0 or `websocket.FRONT`.
     Raises `web.HTTPException` for a request that is none, and `Unreachable` if the peer is gone already.
     """
     key = request.headers.get("Sec-WebSocket-Key", "")
@@ -430,7 +515,7 @@ async def accept(request: web.Request, *, max_bytes: int) -> tuple[web.StreamRes
         raise Unreachable("the peer left during its upgrade")
 
     def make(lost: Callable[[Any], None]) -> WebSocket:
-        return WebSocket(transport, client=False, max_bytes=max_bytes, release=lost)
+        return WebSocket(transport, client=False, max_bytes=max_bytes, release=lost, front=front)
 
     return response, _take_over(transport, request.protocol, make)
 

@@ -3,6 +3,7 @@
     python3 scripts/demo.py --prompt "And the king said"      stays up; prints the API address and a command
     python3 scripts/demo.py --once --json                     one text, then the facts as JSON, last
     python3 scripts/demo.py --once --relay-only               the same text, every call through the relay
+    python3 scripts/demo.py --once --weighted                 partial sums come back: less upload at the nodes
     python3 scripts/demo.py --nodes 2 --model /models/OLMoE   any local Hugging Face MoE checkpoint
 
 Every part is the real one, in a process of its own: `kvasir-backbone up` and N times `kvasir-node run`. They
@@ -47,6 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="stop after the first text")
     parser.add_argument("--json", action="store_true", help="print the facts as one line of JSON, last")
     parser.add_argument("--relay-only", action="store_true", help="no direct path: every call by the relay")
+    parser.add_argument("--weighted", action="store_true", help="nodes send one sum a row, not one an expert")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the bundled model)")
     parser.add_argument("--state-dir", type=Path, help="keep keys, ledger and weights here for the next run")
     options = parser.parse_args(arguments)
@@ -127,7 +129,8 @@ class Demo:
             name, windows = self.model.resolve().name, len(cut.windows)
             self.say(f"{name}: experts cut into {windows} windows for {self.options.nodes} nodes")
         self.say("Starting the backbone, with market and relay on one port ...")
-        status = self.swarm.start_backbone(self.model, cut)
+        more = ["--weighted"] if self.options.weighted else []
+        status = self.swarm.start_backbone(self.model, cut, more=more)
         self.say(f"It listens at {status['url']}; the swarm's key is {status['fingerprint']}.")
         budget = None if cut is None else cut.budget
         self.swarm.start_nodes(self.options.nodes, status["join"], budget)

@@ -12,6 +12,8 @@ SUITES = {
     "relay": "speed against a bare proxy, idle, frozen and returning peers of a relay",
     "weights": "fetching and verifying 1 GB against curl and sha256sum; a warm start; a plan of 100 GB",
     "kills": "200 kills of a download at random bytes: are the final bytes right, what is fetched again",
+    "call": "the cost of a hop: an expert call against its bare kernel and against hivemind",
+    "decode": "one stream and eight through two nodes, against stock transformers",
     "kernel": "one expert's FFN on one thread, against read bandwidth and torch's own kernels",
     "memory": "peak memory and bytes read of a backbone without its experts, against stock transformers",
     "chaos": "100 kills and freezes of nodes while texts are written: same text, longest stall",

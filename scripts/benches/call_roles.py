@@ -4,7 +4,8 @@
     python -m benches.call_roles backbone SEED DIRECT_URL RELAY_URL
 
 Both are the real parts: `ExpertServer` behind sessions on the one side, `SwarmDispatcher` called from a step
-thread over `DeviceLink` on the other. The backbone reads one measurement a line and answers with seconds.
+thread over `DeviceLink` on the other. Each reads what to run, a line each, and answers with seconds: the
+backbone makes calls, the worker runs the same kernel on the same weights bare.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 import json
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -55,7 +55,7 @@ from relay.identity import PublicKey
 from relay.loop import run
 from relay.secure import SecureSession
 
-from .relay_swarm import Device, Swarm, quiet, until_stdin_closes
+from .relay_swarm import Device, Swarm, quiet
 
 HIDDEN, EXPERTS, LAYER = 3072, 8, 0
 DEADLINE_S = 30.0
@@ -139,6 +139,40 @@ def say(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
+def made_row() -> Tensor:
+    """One hidden row, as it goes over the wire."""
+    return torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
+
+
+def timed(run_once: Callable[[], object], runs: int) -> list[float]:
+    """Seconds of each of `runs`."""
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(runs):
+            started = time.perf_counter()
+            run_once()
+            seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def bare(experts: WindowExperts, row: Tensor) -> Callable[[], object]:
+    """The kernel alone: every expert on one row, read and written in bf16 where they lie."""
+    direct = experts.direct
+    if direct is None:
+        rows = row.float().contiguous()
+        return lambda: [experts.run(LAYER, number, rows) for number in range(EXPERTS)]
+    outputs = torch.empty(EXPERTS, HIDDEN, dtype=row.dtype)
+    arguments = (
+        [direct.addresses[LAYER, number] for number in range(EXPERTS)],
+        [1] * EXPERTS,
+        [row.data_ptr()] * EXPERTS,
+        [outputs.data_ptr() + number * HIDDEN * row.element_size() for number in range(EXPERTS)],
+        (direct.kind, direct.kind),
+        direct.scratch,
+    )
+    return lambda: (direct.kernel.run_rows(*arguments), outputs)
+
+
 # --- the worker ---------------------------------------------------------------------------------------
 
 
@@ -147,8 +181,9 @@ async def worker(swarm: Swarm, relay_url: str) -> None:
     device = swarm.device(0)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(ExpertServer())
+        windows = {case.name: case.experts() for case in CASES.values()}
         for case in CASES.values():
-            server.hold(case.lease, 1, case.plan_id, case.experts())
+            server.hold(case.lease, 1, case.plan_id, windows[case.name])
 
         async def serve(channel: Channel) -> None:
             await server.handle_session(await swarm.accept(channel, device))
@@ -164,8 +199,18 @@ async def worker(swarm: Swarm, relay_url: str) -> None:
         task = asyncio.create_task(client.run())
         await client.wait_connected(30.0)
         say(int(runner.addresses[0][1]))
-        await until_stdin_closes()
+        await asyncio.to_thread(_run_bare, windows)
         task.cancel()
+
+
+def _run_bare(windows: dict[str, WindowExperts]) -> None:
+    """A thread of the worker: each line of the input names a case and how often to run its kernel."""
+    torch.set_num_threads(1)
+    row = made_row()
+    kernel = {name: bare(experts, row) for name, experts in windows.items()}
+    for line in sys.stdin:
+        name, runs = json.loads(line)
+        say(timed(kernel[name], runs))
 
 
 # --- the backbone -------------------------------------------------------------------------------------
@@ -202,7 +247,7 @@ class Line:
         print(f"a lease was refused: {reason}", file=sys.stderr, flush=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Setup:
     """What is called in one case on one path, and the same experts here."""
 
@@ -244,54 +289,16 @@ def setup(case: Case, experts: WindowExperts, link: DeviceLink, loop: asyncio.Ab
     return Setup(dispatcher, experts, auditor.close)
 
 
-def bare(experts: WindowExperts, row: Tensor) -> Callable[[], object]:
-    """The kernel alone: every expert on one row, read and written in bf16 where they lie."""
-    direct = experts.direct
-    if direct is None:
-        rows = row.float().contiguous()
-        return lambda: [experts.run(LAYER, number, rows) for number in range(EXPERTS)]
-    outputs = torch.empty(EXPERTS, HIDDEN, dtype=row.dtype)
-    arguments = (
-        [direct.addresses[LAYER, number] for number in range(EXPERTS)],
-        [1] * EXPERTS,
-        [row.data_ptr()] * EXPERTS,
-        [outputs.data_ptr() + number * HIDDEN * row.element_size() for number in range(EXPERTS)],
-        (direct.kind, direct.kind),
-        direct.scratch,
-    )
-    return lambda: (direct.kernel.run_rows(*arguments), outputs)
-
-
-TURN = 10
-"""Runs of one kind before the other has its turn: weights that stream through the caches of this process
-between any two calls would be measured too, and no backbone has them."""
-
-
-def measure(found: Setup, calls: int) -> dict[str, list[float]]:
-    """Seconds of `calls` runs of each: the kernel alone here, and the same through `dispatch`, in turns."""
-    seconds: dict[str, list[float]] = {"bare": [], "call": []}
-    with torch.inference_mode():
-        row = torch.randn(1, HIDDEN).to(torch.bfloat16)
-        ids = torch.arange(EXPERTS).unsqueeze(0)
-        keys = [RowKey(1, 0, 0, True)]
-        runs = {
-            "bare": bare(found.experts, row),
-            "call": lambda: found.dispatcher.dispatch(LAYER, row, ids, keys, DEADLINE_S),
-        }
-        for _ in range(-(-calls // TURN)):
-            for name, run_once in runs.items():
-                for _ in range(TURN):
-                    started = time.perf_counter()
-                    run_once()
-                    seconds[name].append(time.perf_counter() - started)
-    return seconds
+def calls(found: Setup, runs: int) -> list[float]:
+    """Seconds of calls of one token to all experts, through `dispatch`."""
+    row, ids, keys = made_row(), torch.arange(EXPERTS).unsqueeze(0), [RowKey(1, 0, 0, True)]
+    return timed(lambda: found.dispatcher.dispatch(LAYER, row, ids, keys, DEADLINE_S), runs)
 
 
 def check(found: Setup) -> None:
     """The outputs of the call are those of the kernel here, bit for bit."""
     with torch.inference_mode():
-        row = torch.randn(1, HIDDEN).to(torch.bfloat16)
-        ids = torch.arange(EXPERTS).unsqueeze(0)
+        row, ids = made_row(), torch.arange(EXPERTS).unsqueeze(0)
         out = found.dispatcher.dispatch(LAYER, row, ids, [RowKey(1, 0, 0, True)], DEADLINE_S)
         same = torch.stack([found.experts.run(LAYER, number, row)[0] for number in range(EXPERTS)])
         assert torch.equal(out[0], same), "the worker's outputs are not those computed here"
@@ -353,15 +360,14 @@ def _answer(setups: dict[tuple[str, str], Setup]) -> None:
         check(found)
     say("ready")
     for line in sys.stdin:
-        name, path, calls = json.loads(line)
-        say(measure(setups[name, path], calls))
+        name, path, runs = json.loads(line)
+        say(calls(setups[name, path], runs))
 
 
 def main(arguments: list[str]) -> None:
     """Run one role."""
     quiet()
     torch.set_num_threads(1)
-    threading.current_thread().name = arguments[0]
     role = {"worker": worker, "backbone": backbone}[arguments[0]]
     run(role(Swarm(arguments[1]), *arguments[2:]))
 

@@ -35,7 +35,7 @@ TOKENS = 48
 CLIENTS = 2
 PROMPTS, PROMPT_CHARACTERS = 6, 60
 FROZEN_S = (0.5, 2.5)
-FROZEN_SHARE = 0.6
+FROZEN_SHARE = 0.7
 """How many of the kills are SIGSTOP: a new process takes seconds to start."""
 PAUSE_S = 0.3
 """Between two kills at least."""

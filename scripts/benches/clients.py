@@ -54,8 +54,13 @@ def session() -> aiohttp.ClientSession:
     )
 
 
-async def stream(http: aiohttp.ClientSession, url: str, model: str, prompt: str, tokens: int) -> Stream:
-    """Ask for a greedy completion of exactly `tokens` tokens, streamed; whatever happens is in the result."""
+async def stream(
+    http: aiohttp.ClientSession, url: str, model: str, prompt: str | list[int], tokens: int
+) -> Stream:
+    """Ask for a greedy completion of exactly `tokens` tokens, streamed; whatever happens is in the result.
+
+    `prompt` is a text, or token ids.
+    """
     body = {
         "model": model,
         "prompt": prompt,

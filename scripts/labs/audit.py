@@ -50,6 +50,9 @@ LENGTH: Final = 256
 ROWS_A_GROUP: Final = 4
 """A cheat looks at experts that this many rows were routed to at least: a neighbour row is there."""
 
+SEPARATED: Final = 0.95
+"""A cheat of which this share of outputs is over the limit can be told from honest replies."""
+
 MOST_GROUPS: Final = 400
 """Experts whose rows every cheat is tried on."""
 
@@ -394,8 +397,8 @@ def report(honest: list[Honest], cheats: list[Found]) -> Report:
 
 
 def separates(found: Found) -> bool:
-    """Whether audits can tell the cheat at all: half of its outputs or more are over the limit."""
-    return found.violating >= 0.5
+    """Whether audits can tell the cheat: nearly every one of its outputs is over the limit."""
+    return found.violating >= SEPARATED
 
 
 def posing(found: Found, honest: list[Honest]) -> dict[str, object]:

@@ -72,9 +72,7 @@ class Bench:
     def __init__(self, *held: str, more: tuple[str, ...] = ()) -> None:
         self.workers = Workers(roster(WINDOWS, {0: list(held), 1: list(more)}))
         calls = iter(range(100, 200))
-        self.arbiter = Arbiter(
-            PLAN, self.workers, next_call=calls.__next__, rng=random.Random(4), ask_s=0.2
-        )
+        self.arbiter = Arbiter(PLAN, self.workers, next_call=calls.__next__, rng=random.Random(4), ask_s=0.2)
 
     def lies(self, name: str, behaviour: Callable[[Call, Tensor], Tensor | CallEnd | None]) -> None:
         self.workers.behaviours[device(name)] = behaviour

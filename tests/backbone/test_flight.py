@@ -235,6 +235,18 @@ def test_no_hedge_beyond_its_budget() -> None:
     assert sends(started.handle_timeout(0.02, roster(WINDOWS, {0: ["a", "b"]}))) == []
 
 
+def test_a_hedge_of_several_calls_counts_as_many() -> None:
+    hedges = HedgeBudget(share=1.0)
+    held = {0: ["a", "b"], 1: ["a", "c"]}
+    owners = owners_of("a") | owners_of("b", "c", latency_s=5.0)
+    started = flight(held, owners, hedges=hedges)
+    (first,) = sends(started.start(0.0))
+    again = sends(started.handle_timeout(0.02, roster(WINDOWS, held)))
+    assert first.device == device("a")
+    assert {call.device for call in again} == {device("b"), device("c")}
+    assert hedges.hedges == 2
+
+
 def test_past_the_failover_time_the_breaker_opens_and_another_owner_is_asked() -> None:
     started = flight({0: ["a", "b"]}, owners_of("a", "b"), ids=[[0, 1]], hedges=HedgeBudget(share=0.0))
     (first,) = sends(started.start(0.0))

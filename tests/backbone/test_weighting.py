@@ -30,7 +30,9 @@ def setup(held: dict[int, list[str]], **settings: object) -> Setup:
     return Setup(held, made=WeightedDispatcher, **settings)  # type: ignore[arg-type]
 
 
-def combine(made: Setup, rows: Tensor = ROWS, ids: list[list[int]] = IDS, weights: Tensor = WEIGHTS) -> Tensor:
+def combine(
+    made: Setup, rows: Tensor = ROWS, ids: list[list[int]] = IDS, weights: Tensor = WEIGHTS
+) -> Tensor:
     dispatcher = made.dispatcher
     assert isinstance(dispatcher, WeightedDispatcher)
     try:
@@ -102,7 +104,9 @@ def test_a_hedge_that_covers_a_part_of_a_call_makes_the_rest_be_asked_for_again_
         return outputs
 
     made.workers.behaviours[device("a")] = slow
-    made.workers.behaviours[device("c")] = lambda call, outputs: CallEnd(0, 0.0, code="overloaded", message="")
+    made.workers.behaviours[device("c")] = lambda call, outputs: CallEnd(
+        0, 0.0, code="overloaded", message=""
+    )
     dispatcher = made.dispatcher
     assert isinstance(dispatcher, WeightedDispatcher)
     rows, ids, weights = ROWS[:1], IDS[:1], WEIGHTS[:1]

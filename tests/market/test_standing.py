@@ -25,7 +25,7 @@ from relay.identity import SigningKey
 KEY = SigningKey(bytes([1]) * 32).public
 OUT = Quarantine(bytes(16), at=1000.0, until=1900.0)
 OLD, NEW, GONE = (LeaseId(bytes([n]) * 16) for n in (1, 2, 3))
-CLAIMED = {OLD: 500.0, NEW: 2000.0}
+CLAIMED: dict[bytes, float] = {OLD: 500.0, NEW: 2000.0}
 
 
 def receipt(issued_at: int, total: int, **leaves: int) -> Receipt:
@@ -81,6 +81,6 @@ def test_never_more_is_late_than_was_earned(issued_at: int, leaves: dict[str, in
 
 def test_a_cause_has_one_reference_and_no_other_cause_has_it() -> None:
     causes = [("void", b"a", b"b"), ("void", b"ab"), ("void", b"", b"ab"), ("release", b"a", b"b"), ("void",)]
-    references = [entry_reference(what, *parts) for what, *parts in causes]  # type: ignore[misc, arg-type]
+    references = [entry_reference(what, *parts) for what, *parts in causes]  # type: ignore[arg-type]
     assert len(set(references)) == len(causes)
-    assert references == [entry_reference(what, *parts) for what, *parts in causes]  # type: ignore[misc, arg-type]
+    assert references == [entry_reference(what, *parts) for what, *parts in causes]  # type: ignore[arg-type]

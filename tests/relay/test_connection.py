@@ -10,7 +10,7 @@ from relay.config import RelayConfig
 from relay.connection import CONTROL_SLACK, Connection
 from relay.frames import HEADER, FrameType, decode, encode
 from relay.messages import Close
-from relay.websocket import MessageReader
+from relay.websocket import FRONT, MessageReader
 from relay.wire import WRITE_HIGH, WebSocket
 
 
@@ -44,7 +44,8 @@ class SlowTransport(asyncio.Transport):
         return self._size
 
     def take(self) -> None:
-        """The link takes all that waits; then there is room."""
+        """A turn of the loop ends and the link takes all that waits; then there is room."""
+        self.protocol.flush()
         for data in self.waiting:
             self._reader.feed(data)
         self.waiting.clear()
@@ -72,7 +73,7 @@ def connected(config: RelayConfig | None = None) -> tuple[Connection, SlowTransp
 
 
 def data(circuit: int, size: int) -> bytearray:
-    return bytearray(encode(FrameType.DATA, circuit, bytes(size)))
+    return bytearray(FRONT) + encode(FrameType.DATA, circuit, bytes(size))
 
 
 def circuits(transport: SlowTransport) -> list[int]:

@@ -19,10 +19,11 @@ import aiohttp
 import structlog
 from aiohttp import web
 
+from kvasir_node.listening import interface_addresses
 from relay.channel import Channel
 from relay.config import RelayConfig, TransportConfig
 from relay.direct import DirectListener
-from relay.discovery import Announcer, Finder, own_addresses
+from relay.discovery import Announcer, Finder
 from relay.errors import KvasirError
 from relay.identity import ExchangeKey, Role, SigningKey, issue_certificate
 from relay.loop import run
@@ -125,8 +126,8 @@ async def device(seed: str, url: str) -> None:
         )
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         tasks.create_task(client.run())
-        await stack.enter_async_context(Announcer(own.key.public, DEVICE_PORT, own_addresses()))
-        say("announced", addresses=own_addresses())
+        await stack.enter_async_context(Announcer(own.key.public, DEVICE_PORT, interface_addresses()))
+        say("announced", addresses=interface_addresses())
         await asyncio.Event().wait()
 
 

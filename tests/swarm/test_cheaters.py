@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvasir_node.control import ask_daemon
 from kvasir_node.serving import ExpertServer
-from tests.support.swarms import running_swarm
+from tests.support.swarms import RunningSwarm, running_swarm
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,6 +27,7 @@ class Cheating:
 
     def __init__(self, experts: Any, kind: str, from_now_on: threading.Event) -> None:
         self._experts, self._kind, self._from_now_on = experts, kind, from_now_on
+        self.direct = None  # no way past `run`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
@@ -67,14 +70,39 @@ async def test_a_cheater_is_quarantined_told_why_and_kept_out(
             assert swarm.backbone.swarm is not None
             return swarm.backbone.swarm.roster().coverage() == 0.0
 
-        await until(out, timeout=60, what="the end of its claims")
+        async def out_soon() -> bool:
+            if not out():  # one call in fifty is audited
+                await swarm.text(PROMPT)
+            return out()
+
+        await until(out_soon, timeout=90, what="the end of its claims")
         assert await swarm.text(PROMPT) == honest  # by the fallback
         told = "quarantine"
         await until(
             lambda: told in str(swarm.nodes[0].status.snapshot()), timeout=60, what="the reason at the node"
         )
         # It may claim again as often as it likes: nothing of it is used while the quarantine lasts.
+        await _told_and_shown(swarm)
         earned = (await swarm.ask("credits"))["issued_bytes"]
         assert await swarm.text(PROMPT) == honest
         assert out()
         assert (await swarm.ask("credits"))["issued_bytes"] == earned
+
+
+async def _told_and_shown(swarm: RunningSwarm) -> None:
+    """The owner reads what is on record, its escrow is void, and the evidence says that it was wrong."""
+    node = swarm.nodes[0]
+    await until(
+        lambda: node.status.trust.get("quarantines") == 1, timeout=60, what="the market's word at the node"
+    )
+    (balance,) = (await swarm.ask("credits"))["wallets"]
+    assert (balance["escrow"], balance["available"]) == (0, 0)
+    assert balance["void"] > 0
+    records = (await swarm.ask("trust"))["records"]
+    assert [record["kind"] for record in records if record["kind"] != "violation"] == ["quarantine"]
+    assert any(record["amount"] > 0 for record in records)
+    violation = next(record for record in records if record["kind"] == "violation" and record["evidence"])
+    path = f"/recompute/{violation['id']}"
+    again = await asyncio.to_thread(ask_daemon, node.config.state_dir, "POST", path, timeout_s=60.0)
+    assert again["d_expected"] <= again["limit"] < again["d_answered"]
+    assert again["digests_match"]

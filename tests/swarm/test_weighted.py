@@ -25,7 +25,7 @@ async def test_a_weighted_swarm_gives_stocks_text_and_is_paid_for_one_response_r
 ) -> None:
     """Windows of whole layers: a row's experts lie at one owner, so its text is exact whoever fails."""
     async with running_swarm(
-        tmp_path, nodes=2, node=lambda number: {"precision": "stored"}, weighted=True
+        tmp_path, nodes=2, node=lambda number: {"precision": "stored"}, weighted=True, window_bytes=64_000_000
     ) as swarm:
         await swarm.covered(replicas=2, timeout=120)
         backbone = swarm.backbone.swarm

@@ -1,0 +1,122 @@
+"""The packed pass as one recorded graph, so that a step does not run a model's Python code layer by layer.
+
+transformers' forward pass costs more in Python than in arithmetic where a step has few rows. Recorded once,
+the same operations run from C++ in the same order on the same tensors: the same bits. What depends on the
+step stays ours: attention and experts are operators that call back, once a layer each. While the graph runs
+the interpreter lock is free for the other step thread and the event loop.
+
+A recording may have caught a number that it should not have (the rows of its example, say). So it is used
+only where it gives what the model itself gives, bit for bit, for passes of several sizes; else the model runs.
+
+Knows torch's tracer and the packed form. Knows no requests and no swarm.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from . import packed, routing
+
+EXAMPLE_ROWS: Final = 7
+"""Rows of the example that is recorded; a number that no model has among its sizes."""
+
+Pass = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""tokens [1, rows], positions [1, rows], rows wanted [n] -> logits [1, n, vocabulary]."""
+
+_operators: torch.library.Library | None = None
+_register_lock = threading.Lock()
+_fault = threading.local()
+
+
+def record(forward: Pass) -> Pass | None:
+    """The pass as a graph, or None where the model's code cannot be recorded.
+
+    Parameters of the model must not require gradients. The graph shares their memory.
+    """
+    _register()
+    tokens = torch.zeros(1, EXAMPLE_ROWS, dtype=torch.long)
+    positions = torch.arange(EXAMPLE_ROWS).unsqueeze(0)
+    wanted = torch.arange(EXAMPLE_ROWS - 2)
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), _recording():
+            warnings.simplefilter("ignore")  # that the tracer is old, and each number that it keeps
+            trace: Any = torch.jit.trace
+            graph = trace(forward, (tokens, positions, wanted), check_trace=False)
+    except Exception:  # whatever a model's code does that a tracer cannot follow: the model itself still runs
+        return None
+
+    def run(tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        _fault.raised = None
+        try:
+            made: Tensor = graph(tokens, positions, wanted)
+        except Exception:
+            if _fault.raised is not None:  # the graph turns what a callback raised into text
+                raise _fault.raised from None
+            raise
+        return made
+
+    return run
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """While active, attention and experts of this thread's passes are recorded as operators."""
+    packed.active.record = _record_attention
+    routing.active.record = _record_experts
+    try:
+        yield
+    finally:
+        packed.active.record = routing.active.record = None
+
+
+def _record_attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    made: Tensor = torch.ops.kvasir.attend(query, key, value, layer, scaling)
+    return made
+
+
+def _record_experts(layer: int, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    made: Tensor = torch.ops.kvasir.experts(rows, ids, weights, layer)
+    return made
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
+    if getattr(packed.active, "batch", None) is None:  # only the shape counts while it is recorded
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+    return _kept(packed.attend, layer, query, key, value, scaling)
+
+
+def _experts(rows: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+    step = getattr(routing.active, "step", None)
+    if step is None:
+        return torch.zeros_like(rows)
+    return _kept(step.run, layer, rows, ids, weights)
+
+
+def _kept(call: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Call; what it raises is kept for `record`'s caller."""
+    try:
+        return call(*arguments)
+    except BaseException as fault:
+        _fault.raised = fault
+        raise
+
+
+def _register() -> None:
+    """Define the operators, once in a process."""
+    global _operators
+    with _register_lock:
+        if _operators is not None:
+            return
+        library = torch.library.Library("kvasir", "DEF")
+        library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float scaling) -> Tensor")
+        library.define("experts(Tensor rows, Tensor ids, Tensor weights, int layer) -> Tensor")
+        library.impl("attend", _attend, "CompositeExplicitAutograd")
+        library.impl("experts", _experts, "CompositeExplicitAutograd")
+        _operators = library
