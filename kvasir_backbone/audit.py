@@ -28,6 +28,7 @@ from market.standing import QUARANTINE_S as QUARANTINE_S
 from market.standing import quarantine_s as quarantine_s
 from market.windows import Window
 
+from .limits import calibrated
 from .trust import ALWAYS_FIRST as ALWAYS_FIRST
 from .trust import FLOOR_RATE as FLOOR_RATE
 from .trust import GROSS as GROSS

@@ -38,6 +38,9 @@ _log = structlog.get_logger("backbone")
 MAX_QUEUED: Final = 32
 """Samples waiting to be recomputed; further ones are dropped, and counted."""
 
+CPU_EVERY: Final = 8
+"""The process's CPU time is read at every so many calls: all threads of it are asked for theirs."""
+
 MAX_WAITING: Final = 64
 WAITING_S: Final = 900.0
 TRY_AGAIN_S: Final = 15.0
@@ -135,6 +138,7 @@ class SampledAuditor:
         self._cpu, self._clock = cpu, clock
         self._started_cpu = cpu()
         self._budget = AuditBudget(self._started_cpu)
+        self._offered, self._seen_cpu = 0, self._started_cpu
         self._waiting: deque[_Dispute] = deque(maxlen=MAX_WAITING)  # the audit thread's
         self._closed = False
         self._references = references
@@ -185,7 +189,10 @@ class SampledAuditor:
     def offer(self, replica: Replica, draw: Callable[[random.Random], tuple[Replica, Sample]]) -> None:
         """A valid call of the wallet of `replica`: audited or not, by chance."""
         with self._lock:
-            self._budget.call(self._cpu())
+            self._offered += 1
+            if self._offered % CPU_EVERY == 1:
+                self._seen_cpu = self._cpu()
+            self._budget.call(self._seen_cpu)
             trust = self._trust.setdefault(replica.wallet, Trust())
             if not trust.wants_audit(self._rng, self._budget.afford) or not self._has_room():
                 return

@@ -180,6 +180,13 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         help="requests that wait for that; more are answered 429 (default: %(default)s)",
     )
     up.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the part of the model without experts (default: 1)",
+    )
+    up.add_argument(
         "--step-threads",
         type=int,
         default=STEP_THREADS,
@@ -254,6 +261,7 @@ def _up(arguments: argparse.Namespace) -> int:
         max_running=arguments.max_running,
         max_waiting=arguments.max_waiting,
         step_threads=arguments.step_threads,
+        tensor_parallel=arguments.tensor_parallel,
         drafting=arguments.drafting,
         admission=AdmissionConfig(stretch=arguments.max_slowdown, max_wait_s=arguments.max_wait),
         local_layers=arguments.local_layers,

@@ -60,6 +60,8 @@ class BackboneConfig:
     """Requests computed at one time, as far as the attention cache holds them."""
     max_waiting: int = MAX_WAITING
     """Requests that wait for that; more are answered 429."""
+    tensor_parallel: int = 1
+    """Processes that share the dense part of the model."""
     step_threads: int = STEP_THREADS
     """Threads that compute steps: one computes while another waits for experts."""
     drafting: str = "auto"
@@ -104,6 +106,7 @@ class BackboneConfig:
             "max_running",
             "max_waiting",
             "step_threads",
+            "tensor_parallel",
             "window_bytes",
             "expert_memory_bytes",
             "expert_cache_bytes",
@@ -114,6 +117,8 @@ class BackboneConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+        if self.tensor_parallel > 1 and self.hub is not None:
+            raise ConfigError("--tensor-parallel needs the model in a folder of its own: download it first")
         parse_networks(self.trusted_proxies)
         for url in self.public_urls:
             parts = urlsplit(url)

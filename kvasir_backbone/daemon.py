@@ -37,7 +37,7 @@ from market.server import Market
 from market.swarm import SwarmKeys
 from relay.addresses import parse_networks
 from relay.config import RelayConfig
-from relay.errors import ConfigError, Refused, Unreachable
+from relay.errors import ConfigError, KvasirError, Refused, Unreachable
 from relay.guard import ListenerGuard, bounded_rules
 from relay.identity import SignedDocument
 from relay.links import JoinLink
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .engine import Engine
     from .model import BackboneModel
+    from .tensor_parallel import Ranks
 
 _log = structlog.get_logger("backbone")
 
@@ -71,6 +72,8 @@ MAX_BODY: Final = 96 * 1024 * 1024
 
 RENEW_S: Final = 3600.0
 """How often certificates are looked at for renewal."""
+WATCH_S: Final = 0.5
+"""How often the other processes of the dense part are looked at."""
 
 BUILD_THREADS: Final = 2
 
@@ -96,6 +99,7 @@ class Backbone:
     engine: Engine | None = None
     model: BackboneModel | None = None
     weights: WeightsEndpoint | None = None
+    ranks: Ranks | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     serving: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -170,6 +174,7 @@ class _Daemon:
         """See the module docstring."""
         backbone = self.backbone
         stack.callback(self._close_checkpoint)
+        stack.callback(self._close_ranks)
         stack.callback(self.threads.shutdown, wait=True, cancel_futures=True)
         stack.callback(self._interrupt)
         stack.callback(self.gateway.close)
@@ -311,6 +316,7 @@ class _Daemon:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(swarm.run())
                 tasks.create_task(self._load(built, swarm))
+                tasks.create_task(self._watch_ranks())
         finally:
             backbone.weights.close()
 
@@ -337,11 +343,33 @@ class _Daemon:
             threads=self.threads,
         )
 
+    def _make_ranks(self, built: _Built) -> Ranks | None:
+        """The other processes of the dense part, where there are any; not started yet."""
+        if self.config.tensor_parallel == 1:
+            return None
+        from .tensor_parallel import Ranks
+
+        self.backbone.ranks = ranks = Ranks(built.checkpoint.path, built.dtype, self.config.tensor_parallel)
+        self._interruptible(ranks.abort)
+        return ranks
+
+    def _close_ranks(self) -> None:
+        if self.backbone.ranks is not None:
+            self.backbone.ranks.close()
+
+    async def _watch_ranks(self) -> None:
+        """End the daemon with a word when another process of the dense part is gone."""
+        while self.config.tensor_parallel > 1:
+            ranks = self.backbone.ranks
+            if ranks is not None and (fault := ranks.fault()):
+                raise KvasirError(fault)
+            await asyncio.sleep(WATCH_S)
+
     async def _load(self, built: _Built, swarm: Swarm) -> None:
         backbone = self.backbone
         loop = asyncio.get_running_loop()
         model, engine, prompter = await loop.run_in_executor(
-            self.threads, _build_engine, self.config, built, swarm
+            self.threads, _build_engine, self.config, built, swarm, self._make_ranks(built)
         )
         engine.start()
         backbone.model, backbone.engine = model, engine
@@ -434,7 +462,7 @@ def _build_plan(
 
 
 def _build_engine(
-    config: BackboneConfig, built: _Built, swarm: Swarm
+    config: BackboneConfig, built: _Built, swarm: Swarm, ranks: Ranks | None
 ) -> tuple[BackboneModel, Engine, Prompter]:
     """Load the model without its experts and make its engine. Run off the loop."""
     from .engine import Engine, EngineConfig
@@ -442,7 +470,12 @@ def _build_engine(
     from .model import BackboneModel
 
     dispatcher = keep_local(swarm.dispatcher, built.references.at("stored"), built.local_layers)
-    model = BackboneModel.load(built.checkpoint, dtype=built.dtype, dispatcher=dispatcher)
+    if ranks is None:
+        model = BackboneModel.load(built.checkpoint, dtype=built.dtype, dispatcher=dispatcher)
+    else:
+        from .tensor_parallel import load_leading
+
+        model = load_leading(ranks, built.checkpoint, built.dtype, dispatcher)
     model.varies = prove(model)
     if model.varies is not None:
         _log.warning("numerics.varies", reason=model.varies)
@@ -451,7 +484,7 @@ def _build_engine(
         kv_bytes=kv_bytes,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
-        step_threads=config.step_threads,
+        step_threads=config.step_threads if ranks is None else 1,
         drafting=config.drafting == "auto",
     )
     engine = Engine(model, settings)

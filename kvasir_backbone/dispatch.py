@@ -89,6 +89,9 @@ class Lines(Protocol):
         `answer_bytes` is the size of the reply: no device may send more than its calls allow.
         """
 
+    def cancel(self, device: PublicKey, call_id: int) -> None:
+        """Nobody waits for this call any more; its `done` is still called, once."""
+
     def tripped(self, device: PublicKey, reason: str) -> None:
         """A device's breaker opened: prove it again before it gets calls."""
 
@@ -167,7 +170,6 @@ class _Run:
     layer: int
     rows: Tensor
     k: int
-    out: Tensor
     metered: list[bool]
     deadline: float
     facts: queue.SimpleQueue[CallEnd]
@@ -175,6 +177,28 @@ class _Run:
     """[n * k] fp32 where the swarm combines (see `weighting.py`)."""
     sums: dict[int, tuple[Sequence[int], Tensor]] = field(default_factory=dict)
     """What was combined so far, by the first of its parts: the rows, and one partial sum for each."""
+    _out: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """Rows of `out`."""
+        return self.rows.shape[0] * (self.k if self.weights is None else 1)
+
+    @property
+    def out(self) -> Tensor:
+        """What comes out, row by row: made where the first of several parts is put."""
+        if self._out is None:
+            self._out = torch.empty(self.slots, self.rows.shape[1], dtype=self.rows.dtype)
+        return self._out
+
+    def put(self, slots: Sequence[int], outputs: Tensor) -> None:
+        """Outputs to their places; where they are all of them, nothing is copied."""
+        if len(slots) == self.slots:
+            self._out = outputs if outputs.dtype == self.rows.dtype else outputs.to(self.rows.dtype)
+        elif slots[-1] - slots[0] + 1 == len(slots):
+            self.out[slots[0] : slots[-1] + 1] = outputs
+        else:
+            self.out[torch.tensor(slots)] = outputs.to(self.rows.dtype)
 
     def result(self) -> Tensor:
         """The outputs as the seam has them: [n, k, width], or combined [n, width]."""
@@ -264,9 +288,8 @@ class SwarmDispatcher:
         deadline_s: float,
         weights: Tensor | None = None,
     ) -> _Run:
-        n, width = rows.shape
-        k = len(ids[0])
-        assert len(ids) == n == len(keys)
+        n, k = len(ids), len(ids[0])
+        assert rows.shape[0] == n == len(keys)
         deadline = self._clock() + deadline_s
         weighted = weights is not None
         flight = (WholeFlight if weighted else Flight)(
@@ -287,9 +310,8 @@ class SwarmDispatcher:
             self.stats.rows += n
             for part in flight.parts:
                 self._demand[part.window] += len(part.rows)
-        out = torch.empty(n if weighted else n * k, width, dtype=rows.dtype)
         metered = [key.metered for key in keys]
-        return _Run(flight, layer, rows, k, out, metered, deadline, queue.SimpleQueue(), weights)
+        return _Run(flight, layer, rows, k, metered, deadline, queue.SimpleQueue(), weights)
 
     def _block(self, layer: int, k: int, weighted: bool) -> int:
         """Rows of one call of `layer` at most."""
@@ -311,7 +333,10 @@ class SwarmDispatcher:
             end = run.facts.get(timeout=pause) if pause > 0 else run.facts.get_nowait()
         except queue.Empty:
             with self._book.lock:
-                return run.flight.handle_timeout(self._clock(), self._lines.roster())
+                todo = run.flight.handle_timeout(self._clock(), self._lines.roster())
+            for call in run.flight.take_given_up():
+                self._lines.cancel(call.device, call.id)
+            return todo
         call = run.flight.call(end.call)
         if call is None:
             return []
@@ -334,7 +359,7 @@ class SwarmDispatcher:
     def _honoured(self, call: WorkerCall) -> bool:
         """Whether every lease of the call still stands: only the backbone enforces epochs."""
         honoured = self._lines.roster().honoured
-        return all((replica.lease, replica.epoch) in honoured for replica, _ in call.groups)
+        return all([(replica.lease, replica.epoch) in honoured for replica, _ in call.groups])
 
     def _carry_out(self, run: _Run, todo: Sequence[Instruction]) -> None:
         for item in todo:
@@ -359,8 +384,8 @@ class SwarmDispatcher:
                 layer=run.layer,
                 row_count=len(call.rows),
                 deadline_ms=left_ms,
-                groups=tuple(make_group(replica, call, run.flight, index) for replica, index in call.groups),
-                rows=rows_to_bytes(rows.detach().contiguous()),
+                groups=tuple([make_group(replica, call, run.flight, index) for replica, index in call.groups]),
+                rows=rows_to_bytes(rows if rows.is_contiguous() else rows.contiguous()),
                 weights=self._weights_of(run, call),
             )
         )
@@ -391,13 +416,15 @@ class SwarmDispatcher:
                 facts.put(end)
                 return
             rivals = self._kept.take(end.call, self._clock())
-            if end.reply is None:
+            if end.reply is None and end.code != "expired":
                 return
             call, sent_at = late
-            self.stats.late += 1
             owner = self._book.owners.get(call.device)
-            if owner is not None:
+            if owner is not None:  # a cancelled call would have taken longer than this
                 owner.pace.observe(call.outputs, end.at - sent_at)
+            if end.reply is None:
+                return
+            self.stats.late += 1
         if rivals:
             self._compare_late(call, rivals, end.reply)
 
@@ -451,7 +478,7 @@ class SwarmDispatcher:
         if kernel is None or outputs.dtype not in kernels.ROW_KINDS or run.rows.dtype != outputs.dtype:
             return False
         low, high = self._band.bounds(run.layer)
-        rows = run.rows.contiguous()
+        rows = run.rows if run.rows.is_contiguous() else run.rows.contiguous()
         if len(call.groups) == 1 and call.outputs == run.rows.shape[0] * run.k:
             return kernel.all_within(rows, outputs, low, high, each=run.k)
         return kernel.all_within(rows, outputs, low, high, row_of=reply_order(call, run.flight)[0])
@@ -493,14 +520,14 @@ class SwarmDispatcher:
         """Put the outputs of the parts taken where they belong."""
         if len(call.groups) == 1:
             if taken:
-                _put(run, run.flight.parts[call.groups[0][1]].slots, outputs.to(run.out.dtype))
+                run.put(run.flight.parts[call.groups[0][1]].slots, outputs)
             return
         start = 0
         for _, index in call.groups:
             part = run.flight.parts[index]
             stop = start + len(part.slots)
             if index in taken:
-                _put(run, part.slots, outputs[start:stop].to(run.out.dtype))
+                run.put(part.slots, outputs[start:stop])
             start = stop
 
     def _drawer(
@@ -590,6 +617,7 @@ class SwarmDispatcher:
 
     def _finish(self, run: _Run, started: float) -> None:
         now = self._clock()
+        unwanted: list[WorkerCall] = []
         with self._book.lock:
             self.stats.seconds += now - started
             self.stats.redispatched += run.flight.redispatched
@@ -598,10 +626,14 @@ class SwarmDispatcher:
                 sent_at = self._sent.pop(call.id, None)
                 if sent_at is not None:
                     self._late[call.id] = (call, sent_at)
-                    if self._auditor is not None:
-                        self._kept.keep(call.id, self._rivals(run, call), now)
+                    rivals = self._rivals(run, call) if self._auditor is not None else ()
+                    self._kept.keep(call.id, rivals, now)
+                    if not rivals:  # its reply would teach nothing but its time
+                        unwanted.append(call)
             while len(self._late) > MAX_LATE:
                 del self._late[next(iter(self._late))]
+        for call in unwanted:
+            self._lines.cancel(call.device, call.id)
 
     def _failure(self, run: _Run) -> DispatchFailed:
         flight = run.flight
@@ -631,16 +663,6 @@ class SwarmDispatcher:
         with self._book.lock:
             taken, self._demand = self._demand, Counter()
         return {self._plan.windows[number].name: rows for number, rows in taken.items()}
-
-
-def _put(run: _Run, slots: Sequence[int], outputs: Tensor) -> None:
-    """Outputs to their places; where they are all of them, they are what comes out, and nothing is copied."""
-    if len(slots) == run.out.shape[0]:
-        run.out = outputs
-    elif slots[-1] - slots[0] + 1 == len(slots):
-        run.out[slots[0] : slots[-1] + 1] = outputs
-    else:
-        run.out[torch.tensor(slots)] = outputs
 
 
 def make_group(replica: Replica, call: WorkerCall, flight: Flight, index: int) -> Group:

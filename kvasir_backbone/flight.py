@@ -251,6 +251,7 @@ class Flight:
         self._attempts: dict[int, _Attempt] = {}
         self._tried: dict[int, set[PublicKey]] = {index: set() for index in range(len(self.parts))}
         self._retry_at: dict[int, float] = {}
+        self._given_up: list[WorkerCall] = []
 
     @property
     def done(self) -> bool:
@@ -264,6 +265,13 @@ class Flight:
 
     def start(self, now: float) -> list[Instruction]:
         """The first instructions."""
+        if len(self.parts) == 1:  # most dispatches, and nothing to choose in them
+            replicas = self._roster.of(self.parts[0].window)
+            owner = self._owners.get(replicas[0].device) if len(replicas) == 1 else None
+            if owner is not None and replicas[0].connected and not owner.breaker.is_open:
+                call = self._make_call(replicas[0].device, ((replicas[0], 0),))
+                self._begin(call, now, hedge=False)
+                return [Send(call)]
         return self._place(range(len(self.parts)), now, hedge=False)
 
     def got_reply(self, call_id: int, now: float) -> tuple[int, ...]:
@@ -331,6 +339,11 @@ class Flight:
         for call in calls:
             self._end(call.id, now, answered=False)
         return calls
+
+    def take_given_up(self) -> list[WorkerCall]:
+        """The calls given up since this was asked last, because their time was over: nobody waits for them."""
+        taken, self._given_up = self._given_up, []
+        return taken
 
     # --- placing parts -------------------------------------------------------------------------------
 
@@ -460,6 +473,7 @@ class Flight:
         if not self._fallback and not others:
             attempt.late = True
             return trip
+        self._given_up.append(attempt.call)
         return trip + self.got_failure(attempt.call.id, now)
 
     def _hedge(self, attempt: _Attempt, now: float) -> list[Instruction]:
@@ -476,6 +490,7 @@ class Flight:
         missing = [index for index in range(len(self.parts)) if self._pending(index)]
         instructions: list[Instruction] = []
         for call in self.abandon(now):
+            self._given_up.append(call)
             instructions.append(Trip(call.device, f"no reply before the deadline of layer {self.layer}"))
         self._retry_at.clear()
         if self._fallback:

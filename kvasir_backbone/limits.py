@@ -80,4 +80,5 @@ def calibrated(weights: str, numerics: str) -> float | None:
     if len(parts) < 6 or parts[1] != weights or parts[2] not in EXACT_ROWS:
         return None
     found = _shipped().get((weights, parts[3]))
-    return found.limit if found is not None and parts[5] in found.families else None
+    family = parts[5].partition("-")[0]  # torch's has its version
+    return found.limit if found is not None and family in found.families else None

@@ -25,6 +25,7 @@ from kvasir_node.calls import (
     MAX_MESSAGE_BYTES,
     MAX_SMALL_BYTES,
     Buffers,
+    Cancel,
     Draining,
     Notice,
     ReceiptAck,
@@ -81,6 +82,7 @@ class _Pending:
     message: Buffers
     done: Callable[[CallEnd], None]
     answer_bytes: int
+    cancelled: bool = False
 
 
 class DeviceLink:
@@ -173,6 +175,14 @@ class DeviceLink:
             return
         self._pending[call_id] = _Pending(message, done, answer_bytes)
         self._idle.clear()
+
+    def cancel(self, call_id: int) -> None:
+        """Tell the device that nobody waits for this call. It still ends once: with a reply, or refused."""
+        pending = self._pending.get(call_id)
+        if pending is not None and not pending.cancelled:
+            pending.cancelled = True
+            if self.session is not None:
+                self._post(encode(Cancel(call_id)))
 
     async def call(self, call_id: int, message: Buffers, *, timeout: float) -> CallEnd:
         """Send a call and wait for its end. Raises `Unreachable` after `timeout` seconds."""
@@ -347,6 +357,9 @@ class DeviceLink:
 
     def _open(self, session: SecureSession) -> None:
         session.bound_messages(MAX_SMALL_BYTES, self._allowance)
+        for call_id, pending in list(self._pending.items()):
+            if pending.cancelled:  # why send it again
+                self._end(CallEnd(call_id, time.monotonic(), code="expired", message="cancelled"))
         again = list(self._pending.values())
         while not self._outbox.empty():
             self._outbox.get_nowait()

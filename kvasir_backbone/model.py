@@ -130,6 +130,7 @@ class BackboneModel:
         self.memory = KvMemory()
         self._cache = PackedCache()
         self._graph: traced.Pass | None = None
+        self._modules = tuple(model.modules())
         self._caches: dict[int, Any] = {}
         self._passes = SideBySide(passes_at_once(text))
         self._logs: dict[int, RoutingLog] = {}
@@ -304,7 +305,7 @@ class BackboneModel:
         rows = wanted + [spare] * (total - len(wanted)) if wanted else [spare]
         try:
             with routing.routing(step), torch.inference_mode():
-                if cache is None and self._graph is not None:
+                if cache is None and self._graph is not None and not self._watched():
                     made = self._graph(tokens, positions, torch.tensor(rows))
                 else:
                     made = self._pass(tokens, positions, torch.tensor(rows), cache or self._cache)
@@ -323,6 +324,10 @@ class BackboneModel:
             logits_to_keep=wanted,
         ).logits
         return made
+
+    def _watched(self) -> bool:
+        """Whether someone listens to the model's modules, which a recorded graph does not run."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
     def record(self) -> bool:
         """Run packed passes from a recorded graph from now on, where it gives the same bits; whether it does."""

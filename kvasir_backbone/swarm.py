@@ -238,6 +238,15 @@ class Swarm:
         else:
             link.submit(call_id, message, done, answer_bytes)
 
+    def cancel(self, device: PublicKey, call_id: int) -> None:
+        """See `dispatch.Lines.cancel`."""
+        self._soon(self._cancel, device, call_id)
+
+    def _cancel(self, device: PublicKey, call_id: int) -> None:
+        link = self._links.get(device)
+        if link is not None:
+            link.cancel(call_id)
+
     def tripped(self, device: PublicKey, reason: str) -> None:
         """See `dispatch.Lines.tripped`."""
         self._soon(self._on_trip, device, reason)

@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+import structlog
+
 from relay.errors import ConfigError, KvasirError
 
 from .model import BackboneModel, StepResult, Work, packed_fault
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from .checkpoint import Checkpoint
+
+_log = structlog.get_logger("backbone")
 
 TIMEOUT_S: Final = 120.0
 """The longest wait for another rank in a pass. Above any dispatch's deadline."""
@@ -165,6 +171,10 @@ class Ranks:
         if self.fault():
             raise KvasirError(self._fault)
 
+    def abort(self) -> None:
+        """The daemon ends: nobody waits for the others any more."""
+        self._fault = self._fault or "the backbone is shutting down"
+
     def broke(self, fault: BaseException) -> None:
         """The ranks are out of step: nothing more can be computed."""
         self._fault = self._fault or f"the tensor-parallel processes fell out of step ({fault}): restart"
@@ -218,6 +228,10 @@ class LeadingModel(BackboneModel):
         """See `BackboneModel.release`."""
         super().release(request)
         self._released.append(request)
+
+    def record(self) -> bool:
+        """Never: a recorded pass would not meet the other ranks."""
+        return False
 
     def _routing(
         self, works: Sequence[Work], places: Sequence[int], dispatcher: Dispatcher | None
@@ -310,6 +324,19 @@ def _tell(out: Tensor, code: int) -> None:
     import torch.distributed as dist
 
     dist.broadcast(torch.cat([out, out.new_full((1, out.shape[1]), float(code))]), src=0)
+
+
+def load_leading(
+    ranks: Ranks, checkpoint: Checkpoint, dtype: str, dispatcher: Dispatcher | None
+) -> LeadingModel:
+    """Start the other ranks and load this one's share. Raises `ConfigError` and `KvasirError`."""
+    more = distribution(checkpoint.config, ranks.count)
+    ranks.start()
+    model = LeadingModel.load(checkpoint, dtype=dtype, dispatcher=dispatcher, more=more).lead(ranks)
+    ranks.ready()
+    sharded, whole = held_bytes(model.model)
+    _log.info("ranks.ready", ranks=ranks.count, sharded_bytes=sharded, whole_bytes=whole)
+    return model
 
 
 def held_bytes(model: Any) -> tuple[int, int]:

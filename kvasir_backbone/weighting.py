@@ -68,10 +68,11 @@ class WeightedDispatcher(SwarmDispatcher):
 
     def _add_up(self, run: _Run) -> None:
         """Add what came for each row, in the order of the windows; rows of failed parts mean nothing."""
-        if len(run.sums) == 1 and len(run.out) == len(next(iter(run.sums.values()))[0]):
-            (_, sums) = next(iter(run.sums.values()))
-            run.out.copy_(sums)
-            return
+        if len(run.sums) == 1:
+            ((rows, sums),) = run.sums.values()
+            if len(rows) == run.slots:  # one call had all rows: its sums are the outputs, not copied
+                run.put(range(run.slots), sums)
+                return
         total = torch.zeros(run.out.shape, dtype=torch.float32)
         for _, (rows, sums) in sorted(run.sums.items()):
             total.index_add_(0, torch.tensor(rows), sums.float())  # no row twice in one call

@@ -14,6 +14,7 @@ little-endian. `docs/protocol.md` has the same in prose.
     4 REFUSAL      d->b  msgpack {call, code, message, retry_after_ms}
     5 RECEIPT      b->d  msgpack {receipt}            6 RECEIPT_ACK  d->b  msgpack {ack}
     7 NOTICE       b->d  msgpack {code, message}      8 DRAINING     d->b  msgpack {reason}
+    9 CANCEL       b->d  msgpack {call}
 
 Decoded rows and weights are views of the received bytes, encoded ones are sent from where they lie.
 
@@ -61,6 +62,7 @@ ALIGNMENT: Final = 16
 _CALL: Final = struct.Struct(">BBQHIIH")
 _REPLY: Final = struct.Struct(">BBQIII")
 _REPLY_HEADER: Final = 32
+_ONE: Final = struct.Struct(">HH")
 _WEIGHTED: Final = 1
 
 
@@ -75,6 +77,7 @@ class Kind(IntEnum):
     RECEIPT_ACK = 6
     NOTICE = 7
     DRAINING = 8
+    CANCEL = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,14 @@ class Draining:
     reason: str
 
 
-Message = References | Call | Reply | Refusal | ReceiptMessage | ReceiptAck | Notice | Draining
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for that call any more: compute nothing for it that is not begun."""
+
+    call: int
+
+
+Message = References | Call | Reply | Refusal | ReceiptMessage | ReceiptAck | Notice | Draining | Cancel
 
 
 # --- encoding ----------------------------------------------------------------------------------------
@@ -222,6 +232,8 @@ def encode(message: Message) -> Buffers:
             return _small(Kind.NOTICE, {"code": code, "message": text})
         case Draining(reason):
             return _small(Kind.DRAINING, {"reason": reason})
+        case Cancel(call):
+            return _small(Kind.CANCEL, {"call": call})
 
 
 def _small(kind: Kind, body: dict[str, object]) -> Buffers:
@@ -315,6 +327,8 @@ def _decode_small(kind: int, body: memoryview) -> Message:
             return Notice(require(fields, "code", str), require(fields, "message", str))
         case Kind.DRAINING:
             return Draining(require(fields, "reason", str))
+        case Kind.CANCEL:
+            return Cancel(require(fields, "call", int))
     raise AssertionError(kind)
 
 
@@ -375,6 +389,8 @@ def _decode_call(view: memoryview) -> Call:
 def _decode_groups(view: memoryview, rows: int, count: int) -> tuple[tuple[Group, ...], int]:
     """The groups of a call and where they end. Every row must have an id in some group."""
     at = _CALL.size
+    if rows == count == 1:
+        return _decode_one(view, at)
     groups = []
     refs: set[int] = set()
     asked = bytearray(rows)
@@ -400,6 +416,17 @@ def _decode_groups(view: memoryview, rows: int, count: int) -> tuple[tuple[Group
     if not all(asked):
         raise RemoteProtocolError("a row that no expert is asked for")
     return tuple(groups), at
+
+
+def _decode_one(view: memoryview, at: int) -> tuple[tuple[Group, ...], int]:
+    """`_decode_groups` for one row of one group, as most calls have."""
+    if len(view) - at < 4:
+        raise RemoteProtocolError("a call shorter than its groups")
+    ref, total = _ONE.unpack_from(view, at)
+    if not total or len(view) - at - 4 < 2 * total:
+        raise RemoteProtocolError("a group without ids, or with more than the call holds")
+    ids = struct.unpack_from(f">{total}H", view, at + 4)
+    return (Group(ref, (total,), ids),), at + 4 + 2 * total
 
 
 def _skip_padding(view: memoryview, at: int) -> int:

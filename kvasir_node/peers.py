@@ -121,6 +121,12 @@ class Peer:
             self._wake.clear()
             self.flushed.set()
 
+    def cancel_call(self, call: int) -> None:
+        """The peer waits for this call no more; one that is not in flight is no harm."""
+        for job in self.jobs:
+            if job.call.id == call:
+                job.cancel()
+
     def cancel(self) -> None:
         """The session is over: nothing more is computed or sent for it."""
         self._closed = True

@@ -29,6 +29,7 @@ from relay.errors import ConfigError, KvasirError, Refused, RemoteProtocolError
 from .calls import (
     MAX_MESSAGE_BYTES,
     Call,
+    Cancel,
     Draining,
     Notice,
     ReceiptAck,
@@ -193,6 +194,8 @@ class ExpertServer:
                 peer.receipts.put_nowait(receipt)
                 if peer.receipts.full():
                     peer.hold("receipts")
+            case Cancel(call):
+                peer.cancel_call(call)
             case Notice():
                 if self._on_notice is not None:
                     self._on_notice(message)
@@ -304,7 +307,8 @@ class ExpertServer:
             self._idle.set()
         if isinstance(outcome, Refused):
             self._refuse(peer, call, outcome)
-        elif outcome is None:  # its session is gone
+        elif outcome is None:  # its session is gone, or its backbone needs it no more
+            peer.put(Refusal(call.id, "expired", "the call was cancelled before its turn came"))
             log.debug("call.served", outcome="cancelled", call=call.id, layer=call.layer)
         else:
             peer.put(outcome)

@@ -64,7 +64,7 @@ def rows_to_bytes(rows: Tensor) -> memoryview:
         return memoryview(ctypes.string_at(rows.data_ptr(), rows.nbytes))
     if sys.byteorder == "big":
         return _swapped(rows.view(-1).view(torch.uint8), rows.element_size())
-    return rows.view(-1).view(torch.uint8).numpy().data
+    return rows.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def partial_sums(outputs: Tensor, weights: Tensor, rows: Sequence[int], row_count: int) -> Tensor:

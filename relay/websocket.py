@@ -2,8 +2,8 @@
 
 Knows framing, masks and the protocol's own limits, for either side; no extensions. One read of a socket may
 hold many messages, and one message many reads: each payload byte is copied once, and unmasked in place by
-compiled code. A payload that is kept may lie behind `FRONT` free bytes, where the header goes with which it is
-written on. What messages mean is elsewhere.
+compiled code. A payload for keeps may lie behind `FRONT` free bytes, for the header with which it is written
+on. What messages mean is elsewhere.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ mask_in_place: Final[Callable[[bytes, bytearray], None]] = websocket_mask
 """Mask or unmask a payload with a 4-byte mask: aiohttp's compiled loop, or its Python where that lacks."""
 
 FRONT: Final = 8
-"""Free bytes before a payload, for its header: the size of a usual masked one. A multiple of 4, so that masking
-all of it masks the payload as it should."""
+"""Free bytes before a payload: the size of a usual masked header. A multiple of 4, so that masking all of it
+masks the payload as it should."""
 
 _CONTINUATION: Final = 0x0
 _TEXT: Final = 0x1

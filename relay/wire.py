@@ -5,8 +5,9 @@ headers are its business). Then `accept` and `dial` take the transport over: wha
 `MessageReader` to a handler within the same call, and what is written goes to it behind a header, so a frame
 crosses a relay without a task, a queue or a lock. The first message after something was read is written at
 once; those that follow it within one turn of the event loop are written together at its end, in one system
-call. Until a handler is attached, messages wait for `receive`, and reading pauses while many do. Knows nothing
-of what messages mean.
+call. Until a handler is attached, messages wait for `receive`, and reading pauses while many do.
+
+Knows nothing of what messages mean.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ CLOSE_GRACE_S: Final = 2.0
 
 CORK_BYTES: Final = 128 * 1024
 """Bytes of messages that are written together in the middle of a turn of the event loop."""
+
+CORK_PIECES: Final = 512
+"""Pieces that one system call writes, at most."""
 
 TURN_BYTES: Final = 1 << 20
 """What one connection may hand on before the others get their turn."""
@@ -332,7 +336,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self._loop.call_soon(self._turn_ended)
         self._corked.append(data)
         self.corked += len(data)
-        if self.corked >= CORK_BYTES:
+        if self.corked >= CORK_BYTES or len(self._corked) >= CORK_PIECES:
             self.flush()
 
     def _turn_ended(self) -> None:

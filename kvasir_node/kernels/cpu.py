@@ -258,13 +258,19 @@ def load(precision: str = "stored") -> CpuKernel | None:
 
     Blocks for some seconds at a machine's first call: run it off the loop. The answer is kept.
     """
+    global _loaded
     found = _shared()
-    return None if found is None else CpuKernel(found[0], found[1], precision)
+    kernel = None if found is None else CpuKernel(found[0], found[1], precision)
+    _loaded = kernel or _loaded
+    return kernel
+
+
+_loaded: CpuKernel | None = None
 
 
 def loaded() -> CpuKernel | None:
     """A kernel of this process if `load` has found one before; never blocks."""
-    return load() if load.cache_info().currsize and _shared.cache_info().currsize else None
+    return _loaded
 
 
 @functools.cache

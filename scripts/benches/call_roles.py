@@ -238,6 +238,10 @@ class Line:
         """See `dispatch.Lines.submit`."""
         self._loop.call_soon_threadsafe(self._link.submit, call_id, message, done, answer_bytes)
 
+    def cancel(self, device: PublicKey, call_id: int) -> None:
+        """See `dispatch.Lines.cancel`."""
+        self._loop.call_soon_threadsafe(self._link.cancel, call_id)
+
     def tripped(self, device: PublicKey, reason: str) -> None:
         """See `dispatch.Lines.tripped`."""
         print(f"a call was not answered: {reason}", file=sys.stderr, flush=True)

@@ -6,13 +6,20 @@ the warm cache follows) or freeze (SIGSTOP: no connection is reset, so only time
 later). In the first part every window has two replicas, and a node is hit only while each of its windows has
 another proven one; in the second there is one, and the fallback takes over. A stall is the longest silence of
 a text, before its first token or between two.
+
+All nodes share this machine, where a starting Python that imports torch would take the processor from all the
+others for seconds, as no other machine does. So a node is a copy of a process that has imported everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -20,11 +27,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 from _processes import Children, Failed
-from _swarm import DEADLINE_S, LocalSwarm, cut_of
+from _swarm import DEADLINE_S, ENVIRONMENT, LocalSwarm, cut_of
 
 from . import Report
 from .clients import Stream, session, stream
@@ -44,6 +51,52 @@ RECOVERY_S = 90.0
 MAX_STALL_S = 1.0
 
 
+class Copies(Children):
+    """Children of which the nodes are copies of one process that has imported what a node needs."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        os.environ.update(ENVIRONMENT)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["benches.chaos_node"])
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
+        """See `Children.start`; a node's command runs in a copy."""
+        if Path(command[0]).stem != "kvasir-node":
+            super().start(name, command, environment)
+            return
+        from .chaos_node import run_node
+
+        process = self._context.Process(target=run_node, args=(list(command[1:]), str(self.log(name))))
+        process.start()
+        self._children[name] = cast("subprocess.Popen[bytes]", _Copy(process))
+
+
+class _Copy:
+    """A copy with the face of a `Popen`, as far as `Children` looks at it."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int = process.pid
+        self.kill, self.terminate = process.kill, process.terminate
+
+    def poll(self) -> int | None:
+        """The process's status once it has ended."""
+        status: int | None = self._process.exitcode
+        return status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("kvasir-node", timeout or 0.0)
+        return int(self._process.exitcode)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+
 @dataclass(slots=True)
 class Part:
     """What one part of it found."""
@@ -56,6 +109,8 @@ class Part:
 
 def run(work_dir: Path | None) -> Report:
     """Measure, and compare with the promised figures."""
+    if sys.platform == "win32":
+        raise Failed("this needs a system that can freeze a process: SIGSTOP")
     two, one, texts = asyncio.run(measure(work_dir, KILLS, ONE_REPLICA_KILLS))
     report = Report(figures_of(two, texts))
     single = figures_of(one, texts)
@@ -81,7 +136,7 @@ async def measure(
     for replicas, hits in ((2, kills), (1, one_replica_kills)):
         with tempfile.TemporaryDirectory(prefix="kvasir-chaos-", dir=work_dir) as name:
             folder = Path(name)
-            with Children(folder) as children:
+            with Copies(folder) as children:
                 swarm = _start(folder, children, replicas)
                 chaos = Chaos(swarm, replicas, Random(7))
                 parts.append(await chaos.run(texts, hits))

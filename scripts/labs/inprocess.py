@@ -241,6 +241,9 @@ class InProcessSwarm:
 
         self._by_device[device].submit(call, self.plan.row_bytes, answered)
 
+    def cancel(self, device: PublicKey, call_id: int) -> None:
+        """See `Lines.cancel`: what was asked for here is computed."""
+
     def tripped(self, device: PublicKey, reason: str) -> None:
         """See `Lines.tripped`; no node here is ever late."""
         raise AssertionError(f"a node of this process failed: {reason}")

@@ -74,7 +74,7 @@ def _read_packed(model: BackboneModel, tokens: Tensor, make_step: MakeStep) -> t
         output = model.model(
             input_ids=tokens.reshape(1, -1),
             position_ids=positions,
-            past_key_values=PackedCache(memory),
+            past_key_values=PackedCache(),
             use_cache=True,
         )
     return output.logits[0].float(), step.recorded().ids.to(torch.int64)

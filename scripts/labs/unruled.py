@@ -145,7 +145,7 @@ class UnruledModel(BackboneModel):
         unruled.routers = routers
         unruled.dispatcher = routers.swarm
         unruled.memory = KvMemory()
-        unruled._cache = PackedCache(unruled.memory)
+        unruled._cache = PackedCache()
         unruled._caches, unruled._logs = {}, {}
         return unruled
 

@@ -115,9 +115,9 @@ def test_a_sample_is_judged_against_the_recompute_of_its_expert() -> None:
 
 
 def test_the_limit_follows_the_numerics_class() -> None:
-    assert limit_of("1/stored/none/float32/fp32b524288/torch-2.13.0/abc", "stored") == LIMIT
+    assert limit_of("1/stored/none/float32/fp32b524288/cuda-sm90-torch-2.13.0/abc", "stored") == LIMIT
     int8, int4 = QUANTISERS["int8"], QUANTISERS["int4"]
-    assert limit_of(f"1/{int8}/none/float32/fp32b524288/torch-2.13.0/abc", "int8") == LIMIT
+    assert limit_of(f"1/{int8}/none/float32/fp32b524288/mps-torch-2.13.0/abc", "int8") == LIMIT
     assert limit_of(f"1/{int4}/int8/bfloat16/fp32/avx2/abc", "int4") == LIMIT_INT8_ACTIVATIONS
 
 

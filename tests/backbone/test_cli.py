@@ -11,7 +11,8 @@ import pytest
 import structlog
 
 from kvasir_backbone import cli
-from tests.support.swarms import running_swarm
+from relay.identity import parse_address
+from tests.support.swarms import RunningSwarm, running_swarm
 
 
 def test_a_bad_model_path_is_said_in_one_line_with_status_2(
@@ -33,7 +34,7 @@ def test_sizes_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "'lots' is not a size" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["status", "gaps", "nodes", "credits", "drain"])
+@pytest.mark.parametrize("command", ["status", "gaps", "nodes", "credits", "trust", "disputes", "drain"])
 def test_without_a_running_backbone_the_commands_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -100,5 +101,29 @@ async def _show_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert "ended" in shown
         rows = json.loads(await _command(tmp_path, capsys, "gaps", "--json"))["windows"]
         assert all(row["connected"] == 0 for row in rows)
+        await _decide(tmp_path, capsys, swarm, node["wallet"])
         await _command(tmp_path, capsys, "drain")
         assert swarm.backbone.stop.is_set()
+
+
+async def _decide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], swarm: RunningSwarm, wallet: str
+) -> None:
+    """A quarantine is shown, and overturned for a reason."""
+    assert "nothing on record" in await _command(tmp_path, capsys, "trust")
+    client = swarm.backbone.client
+    assert client is not None
+    await client.quarantine(bytes(range(16)), parse_address(wallet), reason="an output [0] was wrong")
+    shown = await _command(tmp_path, capsys, "trust", wallet)
+    assert "an output [0] was wrong" in shown
+    assert "in quarantine for" in shown
+    assert "nothing on record" in await _command(tmp_path, capsys, "disputes")
+    for record in ("zz", "00" * 16):
+        arguments = ["decide", record, "--uphold", "--reason", "x", "--state-dir", str(tmp_path / "backbone")]
+        assert await asyncio.to_thread(cli.main, arguments) == 1
+    record = bytes(range(16)).hex()
+    shown = await _command(tmp_path, capsys, "decide", record, "--overturn", "--reason", "a test")
+    assert f"quarantine {record}" in shown
+    assert "is overturned" in shown
+    (row,) = json.loads(await _command(tmp_path, capsys, "trust", "--json"))["records"]
+    assert (row["decision"], row["decision_reason"]) == ("overturned", "a test")

@@ -63,10 +63,14 @@ class Workers:
         self.calls: list[tuple[PublicKey, Call, int]] = []
         self.trips: list[PublicKey] = []
         self.stale_leases: list[bytes] = []
+        self.cancelled: list[tuple[PublicKey, int]] = []
         self.threads: list[threading.Thread] = []
 
     def roster(self) -> Roster:
         return self.view
+
+    def cancel(self, to: PublicKey, call_id: int) -> None:
+        self.cancelled.append((to, call_id))
 
     def tripped(self, tripped: PublicKey, reason: str) -> None:
         self.trips.append(tripped)
@@ -271,6 +275,7 @@ def test_a_silent_worker_is_given_up_its_breaker_opens_and_its_late_reply_earns_
     assert time.monotonic() - started < 3.0
     assert torch.equal(outputs, expected(ROWS, IDS))
     assert setup.workers.trips == [device("a")]
+    assert {to for to, _ in setup.workers.cancelled} == {device("a")}  # nobody waits for it any more
     assert setup.owners.owners[device("a")].breaker.is_open
     before = setup.owners.owners[device("a")].pace.calls
     release.set()
@@ -297,6 +302,7 @@ def test_the_slow_side_of_a_hedge_teaches_its_pace_and_earns_nothing() -> None:
     assert torch.equal(outputs, expected(rows, ids))
     assert [to for to, _, _ in setup.workers.calls] == [device("a"), device("b")]
     assert setup.dispatcher.stats.hedges == 1
+    assert setup.workers.cancelled == []  # it is to be compared
     release.set()
     setup.workers.join()
     assert setup.dispatcher.stats.late == 1
@@ -307,6 +313,31 @@ def test_the_slow_side_of_a_hedge_teaches_its_pace_and_earns_nothing() -> None:
     assert [rival.sample.expert for rival in rivals] == ids[0]
     assert disagreements(rivals, said) == []
     assert len(disagreements(rivals, said.roll(1, 0))) == 2
+
+
+def test_the_loser_of_a_race_that_checks_nothing_is_cancelled_and_still_teaches_its_pace() -> None:
+    setup = Setup({0: ["a", "b"]})
+    one = device("one wallet")
+    replicas = tuple(replace(each, wallet=one) for each in setup.workers.view.of(0))
+    setup.workers.view = Roster(WINDOWS, {0: replicas}, setup.workers.view.honoured)
+    setup.book.open(device("b"), Totals(one))
+    cancelled = threading.Event()
+
+    def slow(call: Call, outputs: Tensor) -> CallEnd:
+        assert cancelled.wait(10)
+        return CallEnd(call.id, time.monotonic(), code="expired", message="cancelled")
+
+    setup.dispatcher._hedges.calls = 1000
+    for _ in range(20):
+        setup.owners.owners[device("b")].pace.observe(8, 5.0)
+    setup.workers.behaviours[device("a")] = slow
+    before = setup.owners.owners[device("a")].pace.calls
+    setup.dispatcher.dispatch(0, ROWS[:1], torch.tensor([[0, 1]]), [RowKey(1, 0, 0, True)], 5.0)
+    assert [to for to, _ in setup.workers.cancelled] == [device("a")]
+    cancelled.set()
+    setup.workers.join()
+    assert setup.owners.owners[device("a")].pace.calls == before + 1
+    assert setup.dispatcher.stats.late == 0
 
 
 def test_the_late_reply_of_a_lost_race_under_a_lease_that_ended_is_no_check() -> None:
@@ -493,3 +524,11 @@ def test_dispatches_from_two_step_threads_do_not_disturb_each_other() -> None:
     calls = sum(count for _, count in setup.book.all_totals().values())
     assert calls == setup.dispatcher.stats.outcomes["completed"]
     assert total >= 40 * (5 + 10) * PLAN.row_bytes
+
+
+def test_counts_of_a_device_that_is_gone_are_dropped() -> None:
+    setup = Setup({0: ["a"], 1: ["a"]})
+    setup.run(ROWS, IDS)
+    assert setup.dispatcher.stats.device_calls[device("a")] > 0
+    setup.dispatcher.forget(device("a"))
+    assert device("a") not in setup.dispatcher.stats.device_calls

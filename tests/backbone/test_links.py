@@ -17,6 +17,7 @@ from kvasir_backbone.links import DeviceLink
 from kvasir_node.calls import (
     MAX_SMALL_BYTES,
     Call,
+    Cancel,
     Draining,
     Group,
     Message,
@@ -193,6 +194,22 @@ async def test_all_references_are_announced_again_to_a_device_that_seems_to_know
         made.link.announce()
         made.link.announce_again()
         assert await made.read() == first
+
+
+async def test_a_cancelled_call_is_told_to_the_device_once_and_still_ends_once() -> None:
+    async with bench() as made:
+        made.submit(7)
+        made.link.cancel(7)
+        made.link.cancel(7)
+        made.link.cancel(8)  # not in flight
+        await made.read()
+        assert isinstance(await made.read(), Call)
+        assert await made.read() == Cancel(7)
+        await made.say(Refusal(7, "expired", "cancelled"))
+        await until(lambda: len(made.ends) == 1)
+        assert (made.ends[0].call, made.ends[0].code) == (7, "expired")
+        made.submit(9)
+        assert isinstance(await made.read(), Call)  # and no second CANCEL before it
 
 
 async def test_more_messages_than_the_bound_are_refused_here() -> None:

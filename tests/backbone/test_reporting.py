@@ -126,7 +126,8 @@ async def test_a_violation_and_its_quarantine_are_on_record_with_evidence_that_v
     assert torch.equal(rows[0], torch.arange(WIDTH).float())
     assert torch.equal(rows[1], 2 * rows[0])
     key = market.keys.backbone
-    assert open_evidence(evidence.document, certificate=key.certificate, root=market.keys.root_public)  # type: ignore[arg-type]
+    assert evidence.document is not None
+    assert open_evidence(evidence.document, certificate=key.certificate, root=market.keys.root_public)
 
 
 async def test_partial_sums_are_told_with_their_experts_and_weights(market: Stall) -> None:

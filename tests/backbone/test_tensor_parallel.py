@@ -12,6 +12,7 @@ import torch
 
 from kvasir_backbone.bundled import bundled_model_path
 from kvasir_backbone.checkpoint import Checkpoint
+from kvasir_backbone.engine import Engine
 from kvasir_backbone.equality import compare_greedy, load_stock
 from kvasir_backbone.local_experts import LocalExperts
 from kvasir_backbone.model import BackboneModel
@@ -24,7 +25,7 @@ from kvasir_backbone.tensor_parallel import (
 )
 from relay.errors import ConfigError, KvasirError
 from tests.support.dispatchers import Failing
-from tests.support.generating import generate
+from tests.support.generating import collect, generate
 from tests.support.tiny_models import save_tiny
 
 
@@ -82,11 +83,12 @@ async def test_two_processes_write_the_text_of_one(tmp_path: Path, name: str) ->
 
         # A failed dispatch fails its request on all ranks, and nothing else.
         model.dispatcher = Failing(local, lambda layer, key: layer == 2 and key.position == 150)
-        results = await asyncio.gather(
-            *(generate(model, [prompt], 12) for prompt in prompts[1:]), return_exceptions=True
-        )
-        assert isinstance(results[0], KvasirError)
-        assert results[1] == [texts[2]]
+        async with Engine(model) as engine:
+            results = await asyncio.gather(
+                *(collect(engine, prompt, 12) for prompt in prompts), return_exceptions=True
+            )
+        assert isinstance(results[1], KvasirError)
+        assert [results[0], results[2]] == [texts[0], texts[2]]
         model.dispatcher = local
         assert await generate(model, prompts[:1], 12) == texts[:1]
 

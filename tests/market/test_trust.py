@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import alembic.command
 import alembic.config
 import pytest
@@ -22,6 +25,7 @@ from sqlalchemy import create_engine, func, select, text
 import market as market_package
 from market import tables as t
 from market.banking import check_ledger
+from market.client import MarketClient
 from market.config import MarketConfig
 from market.evidence import Evidence, digest, open_evidence, sign_evidence
 from market.ledger import VOID, available, escrow
@@ -29,15 +33,17 @@ from market.messages import TrustRecord
 from market.plans import PlanId
 from market.standing import ESCROW_S
 from market.store import Session, Store
+from market.swarm import SwarmKeys
 from market.windows import Window
 from market.wire import BackboneId, LeaseId
-from relay.errors import IdentityError, KvasirError, Refused, RemoteProtocolError
-from relay.identity import SigningKey
+from relay.errors import IdentityError, KvasirError, Refused, RemoteProtocolError, Unreachable
+from relay.identity import ExchangeKey, SigningKey
 
 from ..support.markets import Clock, Device, Stall, abilities, stall
-from .test_credit import chain_of
+from .test_credit import Chain, chain_of, process
 from .test_leases import claim, offer_of
 
+NUMERICS = "1/stored/none/float32/fp32/x/y"
 WHY = "an audited output was wrong: d = 0.9"
 
 
@@ -63,7 +69,7 @@ def evidence_of(market: Stall, device: Device, **changes: Any) -> Evidence:
         plan=PlanId(bytes(32)),
         window=Window(0, 1, 0, 8),
         precision="stored",
-        numerics="1/stored/none/float32/fp32/x/y",
+        numerics=NUMERICS,
         wire_dtype="float32",
         call=7,
         layer=0,
@@ -318,7 +324,7 @@ async def test_evidence_is_read_by_its_owner_alone_and_verifies(market: Stall) -
     violation = await report(market, device)
     record, evidence = await device.client.record(violation)
     assert evidence == evidence_of(market, device, at=evidence.at)  # type: ignore[union-attr]
-    assert (record.evidence, record.kind, record.numerics) == (True, "violation", "1/stored/none/float32/fp32/x/y")
+    assert (record.evidence, record.kind, record.numerics) == (True, "violation", NUMERICS)
     assert (await backbone.record(violation))[1] == evidence
     with pytest.raises(Refused) as refused:
         await stranger.client.record(violation)
@@ -476,13 +482,13 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(["earn", "release", "out", "overturn", "wait"]), st.integers(0, 1), st.integers(0, 99)
     ),
-    max_size=14,
+    max_size=12,
 )
 
 
 @given(STEPS)
 @settings(
-    max_examples=10,
+    max_examples=6,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -546,6 +552,54 @@ async def test_receipts_releases_and_quarantines_at_once_add_up(market: Stall) -
         statement = await device.client.credits()
         assert statement.escrow + statement.available + statement.void == 80
     assert (await backbone.credit_table(whole=True)).balanced
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="optional: POSIX signals")
+async def test_a_market_killed_among_receipts_quarantines_and_decisions_adds_up(tmp_path: Path) -> None:
+    keys = SwarmKeys.load_or_create(tmp_path, now=time.time())
+    wallet, device_key = SigningKey.generate(), SigningKey.generate()
+    chain = Chain(keys.backbone, keys.root_public, device_key.public, wallet.public)
+    receipts = [chain.next(1003) for _ in range(60)]
+    records = [secrets.token_bytes(16) for _ in range(60)]
+
+    async def step(client: MarketClient, number: int) -> None:
+        """One receipt, or a quarantine that is overturned; each may be sent again."""
+        await client.post_receipt(receipts[number])
+        if number % 3 == 2:
+            await client.quarantine(records[number], wallet.public, reason=WHY)
+            await client.decide(records[number], uphold=False, reason="x")
+
+    async with aiohttp.ClientSession() as http:
+
+        def client(url: str) -> MarketClient:
+            certificate = keys.backbone.certificate
+            return MarketClient(url, http=http, key=keys.backbone.signing, certificate=certificate)
+
+        done = 0
+        async with process(tmp_path) as (running, url):
+            await MarketClient(url, http=http, key=device_key).login(
+                wallet, device_key, ExchangeKey.generate()
+            )
+            for done in range(len(receipts)):
+                if done == 8:
+                    asyncio.get_running_loop().call_later(0.05, running.send_signal, signal.SIGKILL)
+                try:
+                    await step(client(url), done)
+                except Unreachable:
+                    break
+        assert 8 <= done < len(receipts) - 1
+        async with process(tmp_path) as (_, url):
+            backbone = client(url)
+            table = await backbone.credit_table(whole=True)
+            assert table.balanced
+            for number in range(done, len(receipts)):
+                await step(backbone, number)
+            statement = await backbone.credits(wallet.address)
+            assert (statement.escrow, statement.available, statement.void) == (chain.bytes, 0, 0)
+            assert (await backbone.credit_table(whole=True)).balanced
+            trust = await backbone.trust(wallet.public)
+            assert (trust.quarantines, trust.quarantine_left_s) == (0, 0)
+            assert len(only(trust.records, "quarantine")) == len(receipts) // 3
 
 
 async def test_escrow_of_an_earlier_version_becomes_lots(tmp_path: Path) -> None:

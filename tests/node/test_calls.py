@@ -13,6 +13,7 @@ from kvasir_node.calls import (
     ALIGNMENT,
     MAX_CALL_IDS,
     Call,
+    Cancel,
     Draining,
     Group,
     Kind,
@@ -85,6 +86,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(ReceiptAck, st.binary(max_size=50)),
     st.builds(Notice, st.text(max_size=10), st.text(max_size=30)),
     st.builds(Draining, st.text(max_size=30)),
+    st.builds(Cancel, st.integers(0, 2**64 - 1)),
 )
 
 

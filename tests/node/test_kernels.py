@@ -21,7 +21,7 @@ from torch import Tensor
 from kvasir_node.execution import check_batch_invariance, choose_execution, numerics_class
 from kvasir_node.experts import WindowExperts
 from kvasir_node.ffn import TORCH
-from kvasir_node.kernels import CpuKernel, PackedMatrix, load, open_kernel
+from kvasir_node.kernels import ROW_KINDS, CpuKernel, PackedMatrix, load, open_kernel
 from kvasir_node.kernels.build import build, cache_folder, find_compiler
 from kvasir_node.kernels.cpu import _digest
 from kvasir_node.kernels.native import Library
@@ -171,6 +171,62 @@ def test_the_whole_ffn_is_its_parts(kernels: list[CpuKernel], kind: str) -> None
         assert torch.equal(kernel.ffn(rows, *matrices), whole), kernel.isa
         for index in (0, 33, 69):
             assert torch.equal(kernel.ffn(rows[index : index + 1], *matrices), whole[index : index + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_run_together_where_rows_lie_have_the_bits_of_each_alone(
+    kernels: list[CpuKernel], kind: str
+) -> None:
+    for kernel in kernels[:-1]:  # the last one splits products among threads
+        experts = []
+        for seed in range(3):
+            shapes = ((72, 200), (72, 200), (200, 72))
+            tensors = {
+                role: matrix_of(kind, noise(*shape, seed=seed + number))
+                for number, (role, shape) in enumerate(zip(("gate", "up", "down"), shapes, strict=True))
+            }
+            ffn = kernel.bind(ExpertTensors(tensors, {}, {}), SWIGLU)
+            assert ffn is not None
+            experts.append(ffn)
+        addresses = [address for ffn in experts if (address := kernel.address(ffn)) is not None]
+        sizes, places = [1, 70, 3], [2, *range(70), 5, 5, 9]
+        for dtype in (torch.float32, torch.bfloat16):
+            rows, outputs = noise(70, 200).to(dtype), torch.zeros(74, 200, dtype=dtype)
+            step, code = rows.element_size() * 200, ROW_KINDS[dtype]
+            kernel.run_rows(
+                addresses,
+                sizes,
+                [rows.data_ptr() + step * place for place in places],
+                [outputs.data_ptr() + step * place for place in range(74)],
+                (code, code),
+                kernel.group_scratch(addresses),
+            )
+            start = 0
+            for ffn, size in zip(experts, sizes, strict=True):
+                some = places[start : start + size]
+                alone = ffn(rows[some].float()).to(dtype)
+                assert torch.equal(outputs[start : start + size], alone), kernel.isa
+                start += size
+
+
+def test_what_another_way_of_running_bound_has_no_address(kernels: list[CpuKernel]) -> None:
+    assert kernels[0].address(lambda rows: rows) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_out_of_bounds_or_not_finite_are_seen(kernels: list[CpuKernel], dtype: torch.dtype) -> None:
+    rows = noise(3, 203).to(dtype)
+    sizes = rows.float().norm(dim=-1)
+    outputs = (rows[[0, 0, 1, 1, 2, 2]] * 2).contiguous()
+    for kernel in kernels:
+        assert kernel.all_within(rows, outputs, 1.9, 2.1, each=2)
+        assert kernel.all_within(rows, outputs[[4, 0]].contiguous(), 1.9, 2.1, row_of=[2, 0])
+        assert not kernel.all_within(rows, outputs, 2.1, 3.0, each=2)
+        assert not kernel.all_within(rows, outputs, 0.1, 1.9, each=2)
+        for wrong in (float("nan"), float("inf"), -float("inf"), float(sizes.max()) * 100):
+            broken = outputs.clone()
+            broken[3, 201] = wrong
+            assert not kernel.all_within(rows, broken, 0.0, 2.1, each=2)
 
 
 def test_silu_at_the_ends_of_its_range(kernels: list[CpuKernel]) -> None:

@@ -16,9 +16,11 @@ import structlog
 import torch
 from torch import Tensor
 
-from kvasir_node import compute, peers
+from kvasir_node import compute, kernels, peers
+from kvasir_node import serving as serving_module
 from kvasir_node.calls import (
     Call,
+    Cancel,
     Draining,
     Group,
     Message,
@@ -32,7 +34,9 @@ from kvasir_node.calls import (
     decode,
     encode,
 )
+from kvasir_node.execution import choose_execution
 from kvasir_node.experts import WindowExperts
+from kvasir_node.kernels.build import find_compiler
 from kvasir_node.serving import ExpertServer, ServingLimits
 from kvasir_node.tensors import bytes_to_rows, partial_sums, rows_to_bytes
 from market.plans import Plan, PlanId
@@ -484,6 +488,101 @@ async def test_a_closed_session_takes_its_waiting_calls_with_it() -> None:
         await until(lambda: swarm.server._waiting_calls == 0)
         assert gate.ran == [(0, 0, 1)]
         assert swarm.server._waiting_bytes == 0
+
+
+async def test_a_cancelled_call_is_refused_without_being_computed_and_unknown_ids_are_ignored() -> None:
+    async with serving() as swarm:
+        gate = Gate(swarm.experts)
+        backbone, _ = await swarm.session()
+        rows = torch.randn(1, swarm.plan.width)
+        first, second = backbone.make(rows, [[0]]), backbone.make(rows, [[1, 2]])
+        await backbone.send(first)
+        await gate.wait()
+        await backbone.send(second)
+        for call in (second.id, 1 << 40):
+            await backbone.send(Cancel(call))
+        await until(lambda: any(job.work.cancelled for peer in swarm.server._peers for job in peer.jobs))
+        gate.open()
+        reply, refusal = await backbone.receive(), await backbone.receive()
+        assert isinstance(reply, Reply)
+        assert refused(refusal)[0] == "expired"
+        assert isinstance(refusal, Refusal)
+        assert refusal.call == second.id
+        assert gate.ran == [(0, 0, 1)]
+        await backbone.send(Cancel(first.id))  # it is answered already
+        assert isinstance(await backbone.call(rows, [[3]]), Reply)
+
+
+# --- where the C core runs them -----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C compiler on the path")
+@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+async def test_the_core_gives_the_same_bits_alone_together_and_on_the_loop(
+    wire_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, read, _ = tiny_plan(wire_dtype=wire_dtype, weighted=True)
+    execution = choose_execution(made, "stored", kernels.load("stored"))
+    experts = WindowExperts.load(made, made.windows[0], "stored", read, execution=execution)
+    assert experts.direct is not None
+    rows = torch.randn(5, made.width).to(getattr(torch, wire_dtype))
+    ids = [[6, 2], [2], [0, 1, 2, 3, 4, 5, 6, 7], [7, 6], [2]]
+    alone = expected(experts, rows, ids)
+    weights = torch.ones(alone.shape[0])
+    async with ExpertServer() as server, asyncio.TaskGroup() as tasks:
+        server.hold(LEASE, 1, PLAN_ID, experts)
+        swarm = Swarm(server, made, experts, tasks)
+        sessions = [(await swarm.session())[0] for _ in range(4)]
+        for inline in (0.0, 1e9):
+            monkeypatch.setattr(serving_module, "INLINE_S", inline)
+            for backbone in sessions[:2]:  # one after another: each runs whole
+                assert torch.equal(backbone.outputs(await backbone.call(rows, ids)), alone)
+                assert refused(await backbone.call(rows, [[1, 1]] * 5))[0] == "bad_request"
+                assert refused(await backbone.call(rows, [[99]] * 5))[0] == "not_mine"
+            for backbone in sessions:  # at once: they share runs
+                await backbone.send(backbone.make(rows, ids))
+            await sessions[0].send(sessions[0].make(rows, ids, weights=weights))
+            for backbone in sessions:
+                assert torch.equal(backbone.outputs(await backbone.receive()), alone)
+            summed = await sessions[0].receive()
+            assert isinstance(summed, Reply)
+            assert (summed.weighted, summed.outputs) == (True, 5)
+        many = torch.randn(40, made.width).to(rows.dtype)
+        all_ids = [[0, 1, 2, 3]] * 40  # more than runs in one piece
+        backbone = sessions[0]
+        reply = await backbone.call(many, all_ids)
+        assert torch.equal(backbone.outputs(reply), expected(experts, many, all_ids))
+        for backbone in sessions:
+            await backbone.session.close()
+
+
+async def test_a_short_call_runs_on_the_loop_only_where_nothing_waits_or_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, read, _ = tiny_plan()
+    kernel = kernels.load("stored") if find_compiler() is not None else None
+    if kernel is None:
+        pytest.skip("no C core here")
+    execution = choose_execution(made, "stored", kernel)
+    experts = WindowExperts.load(made, made.windows[0], "stored", read, execution=execution)
+    monkeypatch.setattr(serving_module, "INLINE_S", 1e9)
+    rest = [0.0]
+    async with ExpertServer(rest_s=lambda: rest[0]) as server, asyncio.TaskGroup() as tasks:
+        holding = server.hold(LEASE, 1, PLAN_ID, experts)
+        backbone, _ = await Swarm(server, made, experts, tasks).session()
+        call = backbone.make(torch.randn(1, made.width), [[1]])
+        assert not server._may_run_now(call, (holding,))  # nothing is known of its speed
+        assert isinstance(await backbone.call(torch.randn(1, made.width), [[1]]), Reply)
+        await until(lambda: server._may_run_now(call, (holding,)))
+        server._waiting_calls += 1
+        assert not server._may_run_now(call, (holding,))
+        server._waiting_calls -= 1
+        rest[0] = 0.05
+        assert isinstance(await backbone.call(torch.randn(1, made.width), [[1]]), Reply)
+        assert not server._may_run_now(call, (holding,))  # the thread rests for what the loop computed
+        rest[0] = 0.0
+        await until(lambda: server._may_run_now(call, (holding,)))
+        await backbone.session.close()
 
 
 @pytest.mark.parametrize("data", [b"\x63", b"\x02\x00", encode(Draining("no"))[0], b"\x01\xc1"])

@@ -108,6 +108,18 @@ def test_the_start_of_service_is_the_first_run() -> None:
     assert item.started == 3.0
 
 
+def test_companions_stay_within_the_rows_that_may_run_together() -> None:
+    batcher: Batcher[str] = Batcher()
+    oldest = work("a", 1, 2, 3, 4)
+    batcher.add(oldest)
+    batcher.add(work("b", 2, 3))
+    run = batcher.next_step(0.0)
+    assert isinstance(run, Run)
+    assert [other.key for other in batcher.companions(run, 0.0)] == [key(2), key(3), key(4)]
+    together = batcher.companions(run, 0.0, at_most=3)
+    assert [(other.key, owners(other)) for other in together] == [(key(2), ["a", "b"])]
+
+
 @given(
     st.lists(
         st.tuples(

@@ -113,9 +113,9 @@ async def test_a_flood_of_pings_by_a_peer_that_reads_nothing_is_bounded() -> Non
         async with asyncio.timeout(30.0):
             while connection.outcome is None:
                 transport.write(pings)
-                read = connection.socket._turn
+                read = connection.socket.bytes_read
                 await until(
-                    lambda read=read: connection.socket._turn != read or connection.outcome is not None
+                    lambda read=read: connection.socket.bytes_read != read or connection.outcome is not None
                 )
                 most = max(most, connection.outstanding)
         assert connection.outcome == "timeout"
@@ -134,9 +134,9 @@ async def test_frames_arrive_whole_from_a_stream_of_single_bytes() -> None:
         transport = peer.socket._writer.transport
         frame = encode(FrameType.OPEN, 1, Open(device.key.public).to_bytes())
         for byte in bytes((0x82, 0x80 | len(frame), 0, 0, 0, 0)) + frame:
-            read = connection.socket._turn
+            read = connection.socket.bytes_read
             transport.write(bytes((byte,)))
-            await until(lambda read=read: connection.socket._turn == read + 1)
+            await until(lambda read=read: connection.socket.bytes_read == read + 1)
         await peer.skip_to(FrameType.OPENED)
         await session.send(b"and others are served meanwhile")
         assert await session.receive() == b"and others are served meanwhile"

@@ -114,6 +114,9 @@ class TwoNodes:
     ) -> None:
         self.loop.call_soon_threadsafe(self.links[device].submit, call_id, message, done, answer_bytes)
 
+    def cancel(self, device: PublicKey, call_id: int) -> None:
+        self.loop.call_soon_threadsafe(self.links[device].cancel, call_id)
+
     def tripped(self, device: PublicKey, reason: str) -> None:
         raise AssertionError(f"a node's breaker opened: {reason}")
 

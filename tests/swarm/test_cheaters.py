@@ -38,7 +38,8 @@ class Cheating:
             return outputs
         if self._kind == "zeros":
             return torch.zeros_like(outputs)
-        return outputs + 0.5 * outputs.norm(dim=-1, keepdim=True) / outputs.shape[-1] ** 0.5
+        off: Tensor = 0.5 * outputs.norm(dim=-1, keepdim=True) / outputs.shape[-1] ** 0.5
+        return outputs + off
 
 
 @pytest.mark.parametrize("kind", ["zeros", "wrong"])

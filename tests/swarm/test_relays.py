@@ -86,7 +86,7 @@ async def _node_status(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="optional: POSIX signals")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_node_moves_from_relay_to_relay_and_the_text_stays_the_same(tmp_path: Path) -> None:
     state = tmp_path / "backbone"
     up = ("up", "--port", "0", "--state-dir", str(state), "--dtype", "float32", "--kv-bytes", "64MiB",
@@ -108,14 +108,14 @@ async def test_a_node_moves_from_relay_to_relay_and_the_text_stays_the_same(tmp_
             listed = await _relays(outside)
             return set(listed) == set(relays) and all(r["connected"] for r in listed.values())
 
-        await until(both_listed, timeout=120, what="two relays")
+        await until(both_listed, timeout=240, what="two relays")
         await stack.enter_async_context(
             process(
                 "kvasir_node.cli", "run", link, "--state-dir", str(tmp_path / "node"), "--budget", "200MB",
                 "--precision", "stored", log=tmp_path / "node.log",
             )
         )  # fmt: skip
-        await until(outside.covered, timeout=120, what="coverage")
+        await until(outside.covered, timeout=240, what="coverage")
         expected = await outside.text()
         at_first = await _carried(outside)
         first = await _place(outside)
@@ -146,7 +146,7 @@ async def test_a_node_moves_from_relay_to_relay_and_the_text_stays_the_same(tmp_
                 await both_listed()
             )
 
-        await until(standing_by, timeout=120, what="the relay's return")
+        await until(standing_by, timeout=240, what="the relay's return")
         assert await _place(outside) == second  # no reason to move back
         before = await _carried(outside)
         assert await _text_during(outside, running[second], signal.SIGKILL) == expected

@@ -44,7 +44,7 @@ def _refused_addresses(log: Path) -> list[str]:
     return [line["address"] for line in lines]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_swarm_behind_nginx_with_tls(tmp_path: Path) -> None:
     authority = PrivateAuthority(tmp_path / "ca")
     trusting = {**ENVIRONMENT, "SSL_CERT_FILE": str(authority.file)}
@@ -74,7 +74,7 @@ async def test_a_swarm_behind_nginx_with_tls(tmp_path: Path) -> None:
         )
         plain = await stack.enter_async_context(aiohttp.ClientSession())
         inside = Outside(plain, find_door(state).url)
-        await until(inside.covered, timeout=150, what="coverage through the proxy")
+        await until(inside.covered, timeout=240, what="coverage through the proxy")
         assert set(await _relays(inside)) >= {relay_url}
         assert await _place(inside) in (relay_url, find_door(state).url)
         shown = await _node_status(tmp_path / "node")

@@ -41,8 +41,15 @@ async def test_a_weighted_swarm_gives_stocks_text_and_is_paid_for_one_response_r
         assert await running == choice["text"]
         await until(lambda: backbone.auditor.stats.audited > 0, timeout=60, what="an audit")
         status = await swarm.ask("status")
+        async with swarm.http.get(f"{swarm.url}/metrics") as response:
+            metrics = await response.text()
     assert (status["numerics"], status["carried"]["mode"]) == ("exact", "weighted")
-    assert status["dispatch"]["audits"]["violations"] == 0
+    audit = status["audit"]
+    assert audit["violations"] == 0
+    assert 0 < audit["cpu_s"] < audit["process_cpu_s"]
+    assert 0 < audit["rate"] <= 1
+    assert "\nkvasir_audited_total " in metrics
+    assert f'kvasir_carried_bytes_total{{mode="weighted"}} {status["carried"]["bytes"]:g}' in metrics
     stats, plan = backbone.dispatcher.stats, backbone.plan
     top_k = plan.layers[0].top_k
     rows = stats.rows * (2 * plan.row_bytes + 2 * top_k)
