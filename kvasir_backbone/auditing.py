@@ -198,14 +198,21 @@ class SampledAuditor:
                 return
             self._budget.drawn()
             replica, sample = draw(self._rng)
-        self._thread.submit(self._judge, replica, sample)
+        self._queue(self._judge, replica, sample)
 
     def compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
         """Outputs [rivals, width] of a lost race, nobody else's memory, beside the accepted ones."""
         with self._lock:
             if not self._has_room():
                 return
-        self._thread.submit(self._guard, rivals[0].sample, lambda: self._compare(rivals, outputs), audits=0)
+        self._queue(self._guard, rivals[0].sample, lambda: self._compare(rivals, outputs), 0)
+
+    def _queue(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._thread.submit(work, *arguments)
+        except RuntimeError:  # closed since it was found open: nobody is waiting for this
+            with self._lock:
+                self._queued -= 1
 
     def _has_room(self) -> bool:
         """Whether one more fits the queue, and is counted in it; the lock is held."""
@@ -239,7 +246,7 @@ class SampledAuditor:
 
         self._guard(sample, work)
 
-    def _guard(self, sample: Sample, work: Callable[[], None], *, audits: int = 1) -> None:
+    def _guard(self, sample: Sample, work: Callable[[], None], audits: int = 1) -> None:
         """The boundary for one piece of work. A bug in it must not end all audits silently."""
         started = time.thread_time()
         try:
@@ -306,7 +313,7 @@ class SampledAuditor:
             return
         worst = max(found, key=lambda each: each.d)
         rival, sample = worst.rival, worst.rival.sample
-        theirs = replace(sample, output=worst.output, precisions=rival.precisions)
+        theirs = replace(sample, output=worst.output, precisions=rival.precisions, call=rival.call)
         _log.warning(
             "replies.disagreed",
             layer=sample.layer,

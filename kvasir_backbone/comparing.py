@@ -15,10 +15,11 @@ Pure, on torch: time and randomness are arguments. Knows calls and outputs. Know
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,7 +53,7 @@ class Rival:
     """One output that two replicas of distinct wallets were asked for.
 
     `sample` has the `winner`'s output, which was accepted; `place` is where the `loser`'s reply has its
-    own. Of a partial sum `precisions` are those of each expert's replica at the loser.
+    own. Of a partial sum `precisions` are those of each expert's replica at the loser. `call` is the loser's.
     """
 
     place: int
@@ -60,6 +61,7 @@ class Rival:
     winner: Replica
     sample: Sample
     precisions: tuple[str, ...] = ()
+    call: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +93,34 @@ def rivals_of(
 
     `accepted(slot)` is the accepted output [width] of a slot, `rows` [n, width] are the dispatch's.
     """
-    found: list[tuple[int, Replica, Replica, int, tuple[int, ...], int, int]] = []
-    start = 0
-    for loser, index in call.groups:
-        part = flight.parts[index]
-        winner = _winner(flight, index)
-        if winner is not None and winner.wallet != loser.wallet:
-            place = start
-            for row, ids in zip(part.rows, part.ids, strict=True):
-                for expert in ids:
-                    found.append((place, loser, winner, row, tuple(ids), expert, part.slots[place - start]))
-                    place += 1
-        start += len(part.slots)
+    found = list(_shared(call, flight))
     chosen = sorted(rng.sample(range(len(found)), min(MAX_OUTPUTS, len(found))))
     rivals = []
-    for place, loser, winner, row, ids, expert, slot in (found[number] for number in chosen):
-        sample = Sample(call.layer, expert, rows[row].clone(), accepted(slot).clone(), ids)
-        rivals.append(Rival(place, loser, winner, sample))
+    for place, slot, row, ids, expert, loser, winner, won in (found[number] for number in chosen):
+        output = accepted(slot).clone()
+        sample = Sample(call.layer, expert, rows[row].clone(), output, tuple(ids), call=won)
+        rivals.append(Rival(place, loser, winner, sample, call=call.id))
     return tuple(rivals)
 
 
-def _winner(flight: Flight, index: int) -> Replica | None:
-    """The replica whose output of that part was accepted, if one's was."""
-    call = flight.accepted.get(index)
-    if call is None:
-        return None
-    return next(replica for replica, number in call.groups if number == index)
+_Shared = tuple[int, int, int, Sequence[int], int, Replica, Replica, int]
+"""An output that two wallets were asked for: its place in the loser's reply, its slot, row, the row's ids
+there and its expert, loser and winner, and the id of the winner's call."""
+
+
+def _shared(call: WorkerCall, flight: Flight) -> Iterator[_Shared]:
+    """The outputs of `call` for which another wallet's reply was accepted, in the order of its reply."""
+    start = 0
+    for loser, index in call.groups:
+        part, won = flight.parts[index], flight.accepted.get(index)
+        winner = None if won is None else next(each for each, number in won.groups if number == index)
+        if won is not None and winner is not None and winner.wallet != loser.wallet:
+            places = itertools.count(start)
+            slots = iter(part.slots)
+            for row, ids in zip(part.rows, part.ids, strict=True):
+                for expert in ids:
+                    yield next(places), next(slots), row, ids, expert, loser, winner, won.id
+        start += len(part.slots)
 
 
 def disagreements(rivals: Sequence[Rival], outputs: Tensor) -> list[Disagreement]:

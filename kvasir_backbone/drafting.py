@@ -36,7 +36,10 @@ MARGIN: Final = 1.1
 
 
 class Lookup:
-    """One text, and where each of its short sequences occurred last. `extend` and `propose` cost O(tokens)."""
+    """One text, and where each of its short sequences occurred last.
+
+    `extend` costs as much as it has tokens, `propose` as much as it returns.
+    """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._tokens: list[int] = []
@@ -161,7 +164,7 @@ class StepCost:
 
 @dataclass(slots=True)
 class Drafting:
-    """Decides how many drafted rows each request of a step carries, from what steps cost and drafts gained."""
+    """Decides how many drafted rows each request of a step carries, by what steps cost and drafts gained."""
 
     cost: StepCost
     drafted: int = field(default=0, init=False)
@@ -171,7 +174,9 @@ class Drafting:
         """The drafts of a new request."""
         return Speculation(prompt)
 
-    def choose(self, offers: Mapping[int, tuple[Speculation, int]], requests: int, rows: int) -> dict[int, int]:
+    def choose(
+        self, offers: Mapping[int, tuple[Speculation, int]], requests: int, rows: int
+    ) -> dict[int, int]:
         """Drafted rows for each request that has `offers`: its speculation, and how many rows it may have.
 
         The step has `rows` rows so far and gives one token to each of `requests`.

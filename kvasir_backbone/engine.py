@@ -402,7 +402,7 @@ class Engine:
         self._hand_over(ended)
 
     def _schedule(self) -> Step | None:
-        """A step of the requests that no thread computes now, if one more micro-batch pays. The lock is held."""
+        """A step of what no thread computes now, if one more micro-batch pays. The lock is held."""
         scheduler = self._scheduler
         room = self.config.max_running - scheduler.running
         batches = self._pace.split(scheduler.ready + min(scheduler.waiting, room), self._alive)

@@ -76,7 +76,9 @@ def _difference(model: BackboneModel) -> str | None:
     """The first company that changes the tested request's logits, in words."""
     alone = _logits(model, 0, 0)
     for others, chunk in COMPANIES:
-        for what, expected, made in zip(("prompt", "token"), alone, _logits(model, others, chunk), strict=True):
+        for what, expected, made in zip(
+            ("prompt", "token"), alone, _logits(model, others, chunk), strict=True
+        ):
             if not np.array_equal(expected, made):
                 gap = float(np.abs(expected - made).max())
                 company = f"{others} other requests" + (f" and a prompt of {chunk} rows" if chunk else "")

@@ -20,7 +20,7 @@ from relay.errors import ConfigError
 
 VERSION: Final = 1
 EXACT_ROWS: Final = frozenset({"none", "int16"})
-"""Activation quantisers that share a limit: the replica's kernel may have one and the backbone's the other."""
+"""Activation quantisers that share a limit: a replica's kernel may have one, the backbone's the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,27 +325,29 @@ class BackboneModel:
         ).logits
         return made
 
+    def _packed_pass(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        return self._pass(tokens, positions, wanted, self._cache)
+
     def _watched(self) -> bool:
         """Whether someone listens to the model's modules, which a recorded graph does not run."""
         return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
     def record(self) -> bool:
-        """Run packed passes from a recorded graph from now on, where it gives the same bits; whether it does."""
+        """Run packed passes from a recorded graph, where it gives the same bits; whether it does."""
+        self._graph = None
         if not self.packed:
             return False
-        with _load_lock:
-            graph = traced.record(lambda *inputs: self._pass(*inputs, self._cache))
-        if graph is None:
-            return False
         expected = try_passes(self)
-        self._graph = graph
-        try:
-            equal = all(map(np.array_equal, expected, try_passes(self)))
-        except Exception:  # a graph that cannot compute another pass than the recorded one
-            equal = False
-        if not equal:
-            self._graph = None
-        return equal
+        for norms in (traced.find_norms(self.model), ()):
+            with _load_lock:
+                self._graph = traced.record(self._packed_pass, norms)
+            try:
+                if self._graph is not None and all(map(np.array_equal, expected, try_passes(self))):
+                    return True
+            except Exception:  # a graph that cannot compute another pass than the recorded one
+                continue
+        self._graph = None
+        return False
 
     def _routing(
         self, works: Sequence[Work], places: Sequence[int], dispatcher: Dispatcher | None

@@ -57,21 +57,21 @@ class KvMemory:
             for key, value in list(layers.values())
         )
 
-    def store(self, segment: Segment, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the segment's `keys` and `values` [1, kv heads, rows, dim] at its positions."""
+    def store(self, segment: Segment, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the segment's `keys` and `values` [1, kv heads, rows, dim] at its positions.
+
+        Returns views of the keys and values of all positions up to its end.
+        """
         layers = self._kept.setdefault(segment.request, {})
         kept = layers.get(layer)
         if kept is None or kept[0].shape[2] < segment.capacity:
             kept = layers[layer] = (
                 _grown(kept and kept[0], keys, segment), _grown(kept and kept[1], values, segment),
             )  # fmt: skip
-        kept[0][:, :, segment.start : segment.end] = keys
-        kept[1][:, :, segment.start : segment.end] = values
-
-    def read(self, request: int, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values of positions 0 up to `end`."""
-        keys, values = self._kept[request][layer]
-        return keys[:, :, :end], values[:, :, :end]
+        start, end = segment.start, segment.start + segment.rows
+        kept[0].narrow(2, start, segment.rows).copy_(keys)
+        kept[1].narrow(2, start, segment.rows).copy_(values)
+        return kept[0].narrow(2, 0, end), kept[1].narrow(2, 0, end)
 
     def release(self, request: int) -> None:
         """Free a request's memory."""
@@ -108,19 +108,19 @@ class PackedBatch:
     segments: Sequence[Segment]
     memory: KvMemory
     places: list[int] = field(init=False)
+    sizes: list[int] = field(init=False)
+    rows: int = field(init=False)
+    """Real rows."""
     masks: list[Tensor | None] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sizes = [segment.rows for segment in self.segments]
+        self.rows = sum(self.sizes)
         self.places, self.masks, place = [], [], 0
         for segment in self.segments:
             self.places.append(place)
             self.masks.append(None if segment.rowwise or segment.rows == 1 else _causal(segment))
             place += segment.rows
-
-    @property
-    def rows(self) -> int:
-        """Real rows."""
-        return sum(segment.rows for segment in self.segments)
 
 
 @contextlib.contextmanager
@@ -152,20 +152,19 @@ def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     [1, batch rows, heads, dim]; rows of padding are zeros.
     """
     batch: PackedBatch = active.batch
-    out: Tensor | None = None
-    for place, segment, mask in zip(batch.places, batch.segments, batch.masks, strict=True):
-        new = slice(place, place + segment.rows)
-        batch.memory.store(segment, layer, key[:, :, new], value[:, :, new])
-        keys, values = batch.memory.read(segment.request, layer, segment.end)
-        rows = query[:, :, new]
-        made = _rowwise(rows, keys, values, segment, scaling) if segment.rowwise else None
-        if made is None:
-            made = _attend(rows, keys, values, mask, scaling)
-        if out is None:
-            out = query.new_zeros(1, query.shape[2], query.shape[1], made.shape[-1])
-        out[:, new] = made.transpose(1, 2)
-    assert out is not None
-    return out
+    sizes = [*batch.sizes, query.shape[2] - batch.rows]
+    made = []
+    # One cut of each tensor for all segments: a step of many short ones is made of small calls.
+    cut = (torch.split(part, sizes, 2) for part in (query, key, value))
+    for segment, mask, rows, new_keys, new_values in zip(batch.segments, batch.masks, *cut, strict=False):
+        keys, values = batch.memory.store(segment, layer, new_keys, new_values)
+        if segment.rowwise and segment.rows > 1:
+            made.append(_rowwise(rows, keys, values, segment, scaling))
+        else:
+            made.append(_attend(rows, keys, values, mask, scaling))
+    if sizes[-1]:
+        made.append(query.new_zeros(1, query.shape[1], sizes[-1], value.shape[3]))
+    return torch.cat(made, dim=2).transpose(1, 2)
 
 
 def register() -> None:
@@ -173,9 +172,7 @@ def register() -> None:
     AttentionInterface.register(ATTENTION, packed_attention)
 
 
-def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     return functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
     )
@@ -187,7 +184,7 @@ def _rowwise(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scal
         _attend(query[:, :, row : row + 1], keys[:, :, :end], values[:, :, :end], None, scaling)
         for row, end in enumerate(range(segment.start + 1, segment.end + 1))
     ]
-    return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+    return torch.cat(made, dim=2)
 
 
 def _causal(segment: Segment) -> Tensor:

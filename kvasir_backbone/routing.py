@@ -119,8 +119,9 @@ class StepRouting:
         out = torch.zeros_like(rows)
         combine = combine_of(self.dispatcher)
         while live := [number for number in range(count) if number not in self.failures]:
-            index = slice(0, count) if len(live) == count else torch.tensor(live)
-            keys = [self.keys[number] for number in live]
+            whole = len(live) == count
+            index = slice(0, count) if whole else torch.tensor(live)
+            keys = self.keys if whole else [self.keys[number] for number in live]
             started = time.monotonic() - time.thread_time()
             try:
                 if combine is None:

@@ -286,11 +286,7 @@ class Scheduler:
 
     def _draft(self, segments: list[Segment], drafts: DraftRule) -> None:
         """Put drafted rows behind single new tokens, in blocks that nobody else will want soon."""
-        single = {
-            segment.request: place
-            for place, segment in enumerate(segments)
-            if segment.decodes
-        }
+        single = {segment.request: place for place, segment in enumerate(segments) if segment.decodes}
         if not single:
             return
         rows = sum(segment.rows for segment in segments)

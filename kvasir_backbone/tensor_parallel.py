@@ -253,6 +253,10 @@ class FollowingModel(BackboneModel):
         except _GivenUp:
             return
 
+    def record(self) -> bool:
+        """Never: see `LeadingModel.record`."""
+        return False
+
     def _routing(
         self, works: Sequence[Work], places: Sequence[int], dispatcher: Dispatcher | None
     ) -> StepRouting:

@@ -6,7 +6,8 @@ step stays ours: attention and experts are operators that call back, once a laye
 the interpreter lock is free for the other step thread and the event loop.
 
 A recording may have caught a number that it should not have (the rows of its example, say). So it is used
-only where it gives what the model itself gives, bit for bit, for passes of several sizes; else the model runs.
+only where it gives what the model itself gives, bit for bit, for passes of several sizes; else the model
+runs.
 
 Knows torch's tracer and the packed form. Knows no requests and no swarm.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -30,22 +31,23 @@ EXAMPLE_ROWS: Final = 7
 Pass = Callable[[Tensor, Tensor, Tensor], Tensor]
 """tokens [1, rows], positions [1, rows], rows wanted [n] -> logits [1, n, vocabulary]."""
 
-_operators: torch.library.Library | None = None
+_operators: Any = None
 _register_lock = threading.Lock()
 _fault = threading.local()
 
 
-def record(forward: Pass) -> Pass | None:
+def record(forward: Pass, norms: Sequence[Any] = ()) -> Pass | None:
     """The pass as a graph, or None where the model's code cannot be recorded.
 
-    Parameters of the model must not require gradients. The graph shares their memory.
+    Parameters of the model must not require gradients. The graph shares their memory. `norms` are modules
+    (see `find_norms`) that become one operation each; whether that keeps their bits is to be seen.
     """
     _register()
     tokens = torch.zeros(1, EXAMPLE_ROWS, dtype=torch.long)
     positions = torch.arange(EXAMPLE_ROWS).unsqueeze(0)
     wanted = torch.arange(EXAMPLE_ROWS - 2)
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _recording():
+        with warnings.catch_warnings(), torch.no_grad(), _recording(), _fused(norms):
             warnings.simplefilter("ignore")  # that the tracer is old, and each number that it keeps
             trace: Any = torch.jit.trace
             graph = trace(forward, (tokens, positions, wanted), check_trace=False)
@@ -63,6 +65,33 @@ def record(forward: Pass) -> Pass | None:
         return made
 
     return run
+
+
+def find_norms(model: Any) -> list[Any]:
+    """Modules that norm rows by their root mean square, with one weight for each element."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("RMSNorm")
+        and isinstance(getattr(module, "variance_epsilon", None), float)
+        and getattr(module, "weight", None) is not None
+    ]
+
+
+@contextmanager
+def _fused(norms: Sequence[Any]) -> Iterator[None]:
+    """While active, these modules run as one operation each."""
+
+    def fused(module: Any) -> Callable[[Tensor], Tensor]:
+        return lambda rows: torch.rms_norm(rows, module.weight.shape, module.weight, module.variance_epsilon)
+
+    for module in norms:
+        module.forward = fused(module)
+    try:
+        yield
+    finally:
+        for module in norms:
+            del module.forward
 
 
 @contextmanager
@@ -114,7 +143,8 @@ def _register() -> None:
     with _register_lock:
         if _operators is not None:
             return
-        library = torch.library.Library("kvasir", "DEF")
+        library: Any = torch.library.Library  # untyped
+        library = library("kvasir", "DEF")
         library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float scaling) -> Tensor")
         library.define("experts(Tensor rows, Tensor ids, Tensor weights, int layer) -> Tensor")
         library.impl("attend", _attend, "CompositeExplicitAutograd")

@@ -142,7 +142,7 @@ class WeightedDispatcher(SwarmDispatcher):
         for place in sorted(self._rng.sample(range(len(call.rows)), min(MAX_OUTPUTS, len(call.rows)))):
             winner, sample = sample_of_sum(run, other, place, sums[place])
             loser, theirs = sample_of_sum(run, call, place, sums[place])
-            rivals.append(Rival(place, loser, winner, sample, theirs.precisions))
+            rivals.append(Rival(place, loser, winner, sample, theirs.precisions, call.id))
         return tuple(rivals)
 
     def _check_suspects(self, run: _Run, call: WorkerCall, outputs: Tensor) -> str | None:

@@ -36,6 +36,9 @@ TICKET_LEFT_S: Final = 30.0
 MOVE_S: Final = 60.0
 """How long a relay that is not wanted any more is kept for the sessions through it."""
 
+RETRY_S: Final = 60.0
+"""When a relay that refused this node for good is asked again."""
+
 Serve = Callable[[SecureSession], Awaitable[None]]
 """Serves one session until it ends; whatever it raises ends that session alone."""
 
@@ -88,6 +91,7 @@ class Circuits:
         self._wanted: dict[str, RelayInfo] = {}
         self._changed = asyncio.Event()
         self._clients: dict[str, RelayClient] = {}
+        self._keys: dict[str, PublicKey] = {}
         self._leaving: dict[str, float] = {}  # relays that are kept for their sessions, and how long at most
         self._sessions: dict[int, SecureSession] = {}
         self._via: dict[int, str] = {}  # the relay of each session that goes through one
@@ -138,11 +142,13 @@ class Circuits:
                 for url in list(running):
                     if running[url].done() or self._may_go(url, now):
                         self._leaving.pop(url, None)
+                        self._keys.pop(url, None)
                         running.pop(url).cancel()
                 for url, relay in self._wanted.items():
                     self._leaving.pop(url, None)
                     if url not in running:
-                        running[url] = group.create_task(self._connect(relay))
+                        self._keys[url] = relay.key
+                        running[url] = group.create_task(self._stay(relay))
 
     async def _something(self) -> None:
         """Wait until something may have changed, or a relay has been kept long enough."""
@@ -156,8 +162,9 @@ class Circuits:
         """Whether the connection to a relay is of no use any more."""
         if url in self._wanted:
             return False
-        if url not in self._via.values() or not self._wanted:
-            return True
+        moved = self._keys.get(url) in {relay.key for relay in self._wanted.values()}
+        if moved or url not in self._via.values() or not self._wanted:
+            return True  # also where the relay itself has moved: it takes one connection of a device
         return now >= self._leaving.setdefault(url, now + MOVE_S)
 
     async def close(self, code: str, message: str) -> None:
@@ -166,6 +173,12 @@ class Circuits:
             *(session.close(code, message) for session in list(self._sessions.values())),
             return_exceptions=True,
         )
+
+    async def _stay(self, relay: RelayInfo) -> None:
+        """Be at one relay until cancelled; one that will not have this node is asked again after a while."""
+        while True:
+            await self._connect(relay)
+            await asyncio.sleep(RETRY_S)
 
     async def _connect(self, relay: RelayInfo) -> None:
         member = self._member()

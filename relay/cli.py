@@ -14,6 +14,7 @@ from . import logs
 from .config import RelayConfig
 from .daemon import run
 from .errors import ConfigError, KvasirError
+from .guard import RESERVED_DESCRIPTORS, raise_descriptor_limit
 from .loop import run as run_loop
 from .operator import load_key
 
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "request":
             print(load_key(arguments.state_dir).request())
             return 0
-        run_loop(_serve(_config(arguments)), use_uvloop=os.environ.get("KVASIR_LOOP") != "default")
+        config = _config(arguments)
+        raise_descriptor_limit(2 * (config.connections + RESERVED_DESCRIPTORS))
+        run_loop(_serve(config), use_uvloop=os.environ.get("KVASIR_LOOP") != "default")
     except ConfigError as error:
         print(f"kvasir-relay: {error}", file=sys.stderr)
         return 2

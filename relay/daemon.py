@@ -21,7 +21,7 @@ from aiohttp import web
 
 from .config import RelayConfig
 from .errors import ConfigError, KvasirError, RemoteProtocolError, Unreachable
-from .guard import ListenerGuard
+from .guard import ListenerGuard, bounded_rules
 from .identity import (
     Certificate,
     PublicKey,
@@ -155,7 +155,10 @@ async def run(config: RelayConfig, *, stop: asyncio.Event | None = None) -> None
 
 
 async def _listen(runner: web.AppRunner, config: RelayConfig, stack: AsyncExitStack) -> str:
-    guard = ListenerGuard(config.rules, trusted=config.proxies, head_s=config.head_timeout_s)
+    rules = bounded_rules(config.rules)
+    if rules.connections < config.connections:
+        log.warning("connections.bounded", wanted=config.connections, connections=rules.connections)
+    guard = ListenerGuard(rules, trusted=config.proxies, head_s=config.head_timeout_s)
     try:
         server = await guard.listen(runner, host=config.host, port=config.port)
     except OSError as error:

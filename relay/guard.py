@@ -9,6 +9,7 @@ the way afterwards. Knows nothing of relays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket as sockets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -65,6 +66,19 @@ def descriptor_limit() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else int(soft)
+
+
+def raise_descriptor_limit(wanted: int) -> None:
+    """Let this process have so many files and sockets open, as far as the system's hard limit allows it."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such bound
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower bound of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class ListenerGuard:

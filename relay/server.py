@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, cast
 
 import structlog
 from aiohttp import web
@@ -39,7 +39,7 @@ from .metrics import CONTENT_TYPE, metrics_text
 from .probe import Finding, Probe
 from .tickets import Ticket, check_auth, open_ticket, welcome_message
 from .websocket import FRONT
-from .wire import GOING_AWAY, NORMAL, accept
+from .wire import GOING_AWAY, NORMAL, Handler, accept
 
 _DATA: Final = int(FrameType.DATA)
 _BEFORE_DATA: Final = FRONT + HEADER.size
@@ -274,7 +274,7 @@ class Relay:
     def _follow(self, peer: Peer, connection: Connection) -> None:
         """From here on `connection` is `peer`'s."""
         connection.socket.attach(
-            self._taker(peer, connection),
+            cast(Handler, self._taker(peer, connection)),  # `front` has it given what it may keep
             on_error=partial(self._failed, connection),
             on_end=lambda _: self._ended(peer, connection),
             on_writable=connection.on_writable,

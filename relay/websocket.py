@@ -109,7 +109,8 @@ class MessageReader:
 
     def feed(self, data: bytes | memoryview) -> None:
         """Take the next bytes of the stream. Raises `RemoteProtocolError`; nothing more is read then."""
-        if self._stopped:
+        stopped = self._stopped
+        if stopped:
             return
         if not isinstance(data, memoryview):
             data = memoryview(data)

@@ -131,7 +131,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._queue: deque[bytes | bytearray] = deque()
         scratch = _scratch()
         self._scratch = scratch.buffer
-        self.get_buffer = scratch.__getitem__  # type: ignore[method-assign]
+        self.get_buffer = scratch.__getitem__  # type: ignore[method-assign, assignment]
         """See `asyncio.BufferedProtocol`: all connections of a thread read into one buffer, in turn."""
         self._queued = 0
         self._waiter: asyncio.Future[None] | None = None

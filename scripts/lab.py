@@ -26,15 +26,15 @@ def parser_for(name: str | None) -> argparse.ArgumentParser:
         description="Experiments, one at a time.",
         epilog="experiments: " + "; ".join(f"{lab} - {what}" for lab, what in LABS.items()),
     )
-    parser.add_argument(
-        "lab", nargs="?", choices=sorted(LABS), help="which one; without it they are listed"
-    )
+    parser.add_argument("lab", nargs="?", choices=sorted(LABS), help="which one; without it they are listed")
     parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON, last")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the figure there, as SVG")
     parser.add_argument(
         "--model", type=Path, metavar="PATH", help="folder of a checkpoint (default: the bundled model)"
     )
-    parser.add_argument("--short", action="store_true", help="few rows: seconds, not minutes; rougher figures")
+    parser.add_argument(
+        "--short", action="store_true", help="few rows: seconds, not minutes; rougher figures"
+    )
     if name in LABS:
         load(name).add_arguments(parser)
     return parser
@@ -43,6 +43,7 @@ def parser_for(name: str | None) -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> int:
     """Run the experiment that is asked for. It exits 0 whenever it measured, whatever the figures are."""
     from labs import LABS, load
+
     from relay import logs
 
     named = next((argument for argument in arguments if argument in LABS), None)

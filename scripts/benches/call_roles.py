@@ -260,7 +260,13 @@ class Setup:
     close: Callable[[], None]
 
 
-def setup(case: Case, experts: WindowExperts, link: DeviceLink, loop: asyncio.AbstractEventLoop) -> Setup:
+def setup(
+    case: Case,
+    experts: WindowExperts,
+    read: Callable[[ByteRange], memoryview],
+    link: DeviceLink,
+    loop: asyncio.AbstractEventLoop,
+) -> Setup:
     """A dispatcher with everything that a backbone's has: audits, credit, the norm band, the fallback."""
     plan = case.plan()
     windows = WindowMap(plan)
@@ -272,7 +278,7 @@ def setup(case: Case, experts: WindowExperts, link: DeviceLink, loop: asyncio.Ab
     owners, book, band = OwnerBook(), CreditBook(), NormBand()
     owners.ensure(link.device)
     book.open(link.device, Totals(wallet))
-    local = LocalExperts(case.read(), plan, execution=experts.execution)
+    local = LocalExperts(read, plan, execution=experts.execution)
     references = References(lambda precision: local)
 
     def verdict(replica: Replica, reason: str, d: float) -> None:
@@ -313,6 +319,8 @@ async def backbone(swarm: Swarm, direct_url: str, relay_url: str) -> None:
     """Measure what the parent asks for, line by line, until the input closes."""
     device = swarm.device(0)
     loop = asyncio.get_running_loop()
+    windows = {case.name: case.experts() for case in CASES.values()}  # before anything waits for this loop
+    reads = {case.name: case.read() for case in CASES.values()}
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         client = swarm.client(relay_url, swarm.backbone.key, "backbone", http)
@@ -333,9 +341,8 @@ async def backbone(swarm: Swarm, direct_url: str, relay_url: str) -> None:
                 await link.up.wait()
         setups: dict[tuple[str, str], Setup] = {}
         for case in CASES.values():
-            experts = case.experts()
             for path, link in links.items():
-                setups[case.name, path] = setup(case, experts, link, loop)
+                setups[case.name, path] = setup(case, windows[case.name], reads[case.name], link, loop)
         await asyncio.to_thread(_answer, setups)
         for found in setups.values():
             found.close()

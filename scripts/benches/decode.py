@@ -234,8 +234,9 @@ def table(found: Found) -> list[str]:
         step, parts = 1e3 * count / ours, found.profile[count]
         lines.append(
             f"{found.name}, {count} stream(s): {ours:.1f} tokens/s, stock {stock:.1f} ({found.best[count]}); "
-            f"a token of each in {step:.2f} ms; a step of {parts['rows']:.1f} rows: {parts['dispatch_ms']:.2f} ms "
-            f"in {parts['calls']:.1f} calls, {parts['devices_ms']:.2f} ms of them computed by the nodes"
+            f"a token of each in {step:.2f} ms; a step of {parts['rows']:.1f} rows is "
+            f"{parts['dispatch_ms']:.2f} ms in {parts['calls']:.1f} calls, of which the nodes computed "
+            f"{parts['devices_ms']:.2f} ms"
         )
     return lines
 

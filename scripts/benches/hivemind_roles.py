@@ -3,9 +3,9 @@
     PYTHON hivemind_roles.py server HIDDEN WIDTH EXPERTS
     PYTHON hivemind_roles.py client HIDDEN EXPERTS ADDRESS...
 
-Imports nothing of Kvasir. The server prints its addresses as JSON and serves until its input closes. The client
-answers each number on its input with as many seconds: `EXPERTS` `RemoteExpert` calls of one fp32 row at once,
-one a thread, from the first call to the last answer.
+Imports nothing of Kvasir. The server prints its addresses as JSON and serves until its input closes. The
+client answers each number on its input with as many seconds: `EXPERTS` `RemoteExpert` calls of one fp32 row at
+once, one a thread, from the first call to the last answer.
 """
 
 from __future__ import annotations

@@ -78,23 +78,26 @@ class _Half(asyncio.Protocol):
         self.other.transport.close()
 
 
-class _Front(_Half):
-    """The accepted side: it reads once the other side is connected."""
+class _Front(asyncio.Protocol):
+    """The accepted side until the other side is connected: it keeps what comes early."""
 
     def __init__(self, target: int, tasks: set[asyncio.Task[None]]) -> None:
-        super().__init__()
         self._target, self._tasks = target, tasks
+        self._early = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.transport.pause_reading()
-        self._tasks.add(asyncio.get_running_loop().create_task(self._connect()))
+        self._tasks.add(asyncio.get_running_loop().create_task(self._connect(transport)))
 
-    async def _connect(self) -> None:
-        back = _Half()
-        back.other, self.other = self, back
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    async def _connect(self, transport: asyncio.BaseTransport) -> None:
+        front, back = _Half(), _Half()
+        front.other, back.other = back, front
+        front.connection_made(transport)
         await asyncio.get_running_loop().create_connection(lambda: back, "127.0.0.1", self._target)
-        self.transport.resume_reading()
+        back.transport.write(bytes(self._early))
+        front.transport.set_protocol(front)
 
 
 async def proxy(swarm: Swarm, target: str) -> None:

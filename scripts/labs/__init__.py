@@ -1,4 +1,4 @@
-"""The experiments by name. Each is a module here with `add_arguments(parser)` and `run(options) -> Report`."""
+"""The experiments by name. Each is a module with `add_arguments(parser)` and `run(options) -> Report`."""
 
 from __future__ import annotations
 

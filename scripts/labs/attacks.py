@@ -78,7 +78,9 @@ def linked_share(
 
 
 def replayed(
-    observed: Tensor, guess_row: Callable[[list[int], Tensor], Tensor], candidates: Callable[[list[int], int], Tensor]
+    observed: Tensor,
+    guess_row: Callable[[list[int], Tensor], Tensor],
+    candidates: Callable[[list[int], int], Tensor],
 ) -> list[int]:
     """Tokens from one worker's rows of one text [length, width], by trying what the next token may be.
 

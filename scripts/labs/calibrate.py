@@ -118,7 +118,10 @@ def run(options: argparse.Namespace) -> Report:
     """Measure; see the module docstring."""
     one_thread()
     path = options.model or bundled_model_path()
-    cases = [*_real_cases(path, tokens=512 if options.short else 10_240), *_heavy_cases(2 if options.short else 32)]
+    cases = [
+        *_real_cases(path, tokens=512 if options.short else 10_240),
+        *_heavy_cases(2 if options.short else 32),
+    ]
     found = [
         _measure(cases, precision, wire, short=options.short) for precision in PRECISIONS for wire in WIRES
     ]
@@ -247,9 +250,7 @@ def _cheaters(cases: Sequence[Case]) -> Made:
     return {name: ("bfloat16", torch.cat(parts)) for name, parts in made.items()}
 
 
-def _cheats(
-    case: Case, other: Case, generator: torch.Generator
-) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _cheats(case: Case, other: Case, generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
     def ffn(tensors: ExpertTensors, precision: str) -> Callable[[Tensor], Tensor]:
         bound = TORCH.bind(quantise(tensors, precision), case.formula)
         return lambda rows: bound(rows.float().contiguous()).to(torch.bfloat16)
@@ -265,7 +266,11 @@ def _cheats(
     yield "stale reply", stored.roll(1, 0), stored
     for times in (1.0, 3.0, 10.0):
         noise = torch.randn(stored.shape, generator=generator)
-        scale = (2.0 * times * 1e-5) ** 0.5 * stored.float().norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        scale = (
+            (2.0 * times * 1e-5) ** 0.5
+            * stored.float().norm(dim=-1, keepdim=True)
+            / noise.norm(dim=-1, keepdim=True)
+        )
         yield f"noise at {times:g}e-5", (stored.float() + noise * scale).to(torch.bfloat16), stored
 
 
@@ -288,7 +293,16 @@ def limits_text(found: Sequence[Honest]) -> str:
 
 def report(found: Sequence[Honest], cheats: Made) -> Report:
     """Tables of the honest and of the cheaters, the limits and the plot."""
-    head = ["honest, by precision and wire", "rows", "bit equal", "median d", "99.9 %", "largest", "limit", "at most wrong"]
+    head = [
+        "honest, by precision and wire",
+        "rows",
+        "bit equal",
+        "median d",
+        "99.9 %",
+        "largest",
+        "limit",
+        "at most wrong",
+    ]
     rows: list[list[object]] = []
     for each in found:
         values = each.all()

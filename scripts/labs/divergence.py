@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from kvasir_backbone.auditing import References
@@ -40,6 +39,8 @@ LENGTH: Final = 256
 """Tokens of a sequence of held-out text."""
 ROWS: Final = 2048
 """Rows of a pass."""
+UNRULED_EVERY: Final = 2
+"""The passes without authority read every second block."""
 PROMPT: Final = 24
 """Tokens of a prompt."""
 NEW: Final = 64
@@ -71,7 +72,8 @@ class Laboratory:
         self.checkpoint = Checkpoint.open(path)
         self.experts = Experts(self.checkpoint)
         self.models = {
-            dtype: BackboneModel.load(self.checkpoint, dtype=dtype) for dtype in {m.dtype for m in mixes} | {"float32"}
+            dtype: BackboneModel.load(self.checkpoint, dtype=dtype)
+            for dtype in {m.dtype for m in mixes} | {"float32"}
         }
         self.references = {
             dtype: References(
@@ -98,15 +100,19 @@ class Laboratory:
     def read_all(self, rows: int) -> None:
         """Every mix reads the held-out text beside the all-fp32 machine."""
         model = self.models["float32"]
-        for block in self.tokens.split(max(1, rows // self.tokens.shape[1])):
+        for number, block in enumerate(self.tokens.split(max(1, rows // self.tokens.shape[1]))):
             reference, chosen = read(model, block, lambda keys: StepRouting(self.exact, keys))
             for outcome in self.outcomes:
-                self._read_block(outcome, block, reference, chosen)
+                self._read_block(outcome, block, reference, chosen, unruled=number % UNRULED_EVERY == 0)
 
-    def _read_block(self, outcome: Outcome, block: Tensor, reference: Tensor, chosen: Tensor) -> None:
+    def _read_block(
+        self, outcome: Outcome, block: Tensor, reference: Tensor, chosen: Tensor, *, unruled: bool
+    ) -> None:
         model, swarm = self.models[outcome.mix.dtype], outcome.swarm
         logits, ids = read(model, block, lambda keys: StepRouting(swarm, keys))
         outcome.ruled.add(block, logits, reference, ids, chosen)
+        if not unruled:
+            return
         logits, ids = read(model, block, lambda keys: UnruledStep(swarm, keys, routers=outcome.routers))
         outcome.unruled.add(block, logits, reference, ids, chosen)
 
@@ -221,7 +227,9 @@ def _measure(lab: Laboratory, options: argparse.Namespace) -> Report:
     if not options.no_network:
         from .network import serve_and_count
 
-        network = serve_and_count(lab.checkpoint.path, requests=2 if options.short else 12, new=8 if options.short else 48)
+        network = serve_and_count(
+            lab.checkpoint.path, requests=2 if options.short else 12, new=8 if options.short else 48
+        )
     return report(lab.outcomes, residuals, share, network)
 
 
@@ -305,9 +313,7 @@ def _tables(outcomes: Sequence[Outcome]) -> list[str]:
         rows = []
         for o in outcomes:
             s: Score = getattr(o, name)
-            rows.append(
-                [o.mix.name, s.choices, s.touched / s.tokens, s.top1, s.mean_kl, s.perplexity_change]
-            )
+            rows.append([o.mix.name, s.choices, s.touched / s.tokens, s.top1, s.mean_kl, s.perplexity_change])
         lines += [title, *table(head, rows), ""]
     head = ["texts", "greedy forks", "sampled forks", "ruled from fp32: greedy", "sampled", "median first"]
     rows = [
@@ -350,5 +356,3 @@ def _plot(outcomes: Sequence[Outcome]) -> str:
         },
     )
     return page([mismatch, forks, layers])
-
-

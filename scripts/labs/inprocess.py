@@ -1,8 +1,8 @@
 """A heterogeneous swarm in one process: the product's dispatcher, calls and compute threads, no sockets.
 
 A forward pass goes through the real hook, the real dispatcher, the real CALL and REPLY messages byte for
-byte, and each node's compute thread; only sessions are left out. Each node has its own precision, kernel and batch
-size. What a node executes is noted where its experts run (`labs.recording`).
+byte, and each node's compute thread; only sessions are left out. Each node has its own precision, kernel and
+batch size. What a node executes is noted where its experts run (`labs.recording`).
 """
 
 from __future__ import annotations
@@ -169,9 +169,7 @@ class InProcessSwarm:
             rng=random.Random(seed),
         )
 
-    def _hold(
-        self, experts: Experts, node: LabNode, number: int, window: Window, wire_dtype: str
-    ) -> Replica:
+    def _hold(self, experts: Experts, node: LabNode, number: int, window: Window, wire_dtype: str) -> Replica:
         spec = node.spec
         loaded = experts.load(window, spec.precision, spec.kernel, wire_dtype)
         lease = hashlib.sha256(window.name.encode()).digest()[:16]
@@ -185,7 +183,9 @@ class InProcessSwarm:
     @functools.cached_property
     def layers(self) -> dict[int, list[tuple[LabNode, Window, int]]]:
         """Layer -> (owner, window, reference) of each window with experts of that layer."""
-        found: dict[int, list[tuple[LabNode, Window, int]]] = {recipe.layer: [] for recipe in self.plan.layers}
+        found: dict[int, list[tuple[LabNode, Window, int]]] = {
+            recipe.layer: [] for recipe in self.plan.layers
+        }
         for number, window in enumerate(self.plan.windows):
             for layer in range(window.layer_start, window.layer_end):
                 if layer in found:

@@ -10,7 +10,7 @@ from .inprocess import NodeSpec
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One swarm. `dtype` is the backbone's compute dtype, which the product's wire has too; `wire` another one,
+    """One swarm. `dtype` is the backbone's compute dtype, which the product's wire has too; `wire` another,
     for what rounding rows and outputs alone does. `texts`: generate with it as well."""
 
     name: str
@@ -62,7 +62,7 @@ MIXES: Final = (
         texts=True,
     ),
 )
-"""Every mix reads the whole held-out text once with authority and once without."""
+"""Every mix reads the whole held-out text with authority, and half of it without."""
 
 INT8: Final = "int8"
 BF16: Final = "bf16 experts"

@@ -39,7 +39,6 @@ TIMEOUT_S: Final = 180.0
 """For each wait."""
 
 
-
 class Decisions:
     """What the dispatcher was asked: layer -> digest of a row -> the ids decided for it."""
 
@@ -76,7 +75,9 @@ def _watched(decisions: Decisions, log: ExecutionLog) -> Iterator[None]:
         return dispatch(self, layer, rows, ids, *rest, **more)
 
     @functools.wraps(hold)
-    def recorded(self: Any, lease: bytes, epoch: int, plan: Any, experts: Any, *rest: Any, **more: Any) -> Any:
+    def recorded(
+        self: Any, lease: bytes, epoch: int, plan: Any, experts: Any, *rest: Any, **more: Any
+    ) -> Any:
         return hold(self, lease, epoch, plan, RecordedExperts(experts, log), *rest, **more)  # type: ignore[arg-type]
 
     SwarmDispatcher.dispatch, ExpertServer.hold = noted, recorded  # type: ignore[method-assign]
@@ -93,7 +94,10 @@ def serve_and_count(model: Path, *, requests: int, new: int) -> dict[str, int]:
     """
     torch.set_num_threads(1)
     decisions, log = Decisions(), ExecutionLog()
-    with tempfile.TemporaryDirectory(prefix="kvasir-lab-", ignore_cleanup_errors=True) as folder, _watched(decisions, log):
+    with (
+        tempfile.TemporaryDirectory(prefix="kvasir-lab-", ignore_cleanup_errors=True) as folder,
+        _watched(decisions, log),
+    ):
         fallback = asyncio.run(_serve(model, Path(folder), requests, new))
     return {"decisions": decisions.rows, "mismatches": decisions.wrong(log), "fallback_rows": fallback}
 
@@ -132,7 +136,7 @@ async def _swarm(model: Path, folder: Path) -> AsyncIterator[Backbone]:
         for number, precision in enumerate(NODES):
             node = NodeConfig(
                 join=link, state_dir=folder / f"node{number}", name=f"node{number}", precision=precision,
-                budget_bytes=1_000_000_000, reserve_bytes=0, nice=0, hub=False, measure=False, heartbeat_s=2.0,
+                budget_bytes=1_000_000_000, reserve_bytes=0, nice=0, hub=False, measure=False,
             )  # fmt: skip
             tasks.append(asyncio.create_task(run_node(node, stop=stop_nodes)))
         await _until(lambda: _covered(backbone, tasks))

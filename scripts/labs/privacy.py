@@ -119,7 +119,7 @@ class Attacker:
 
     def by_replay(self, layer: int) -> float:
         """Share of tokens recovered by trying tokens through the public model, from the rows of one layer."""
-        texts, length = (1, 4) if self.short else (6, 16)
+        texts, length = (1, 4) if self.short else (4, 12)
         rows = self.seen.rows(layer).view(len(self.victim), LENGTH, -1)
         train = torch.nn.functional.normalize(self.known.rows(layer), dim=-1)
         right = 0
@@ -127,14 +127,18 @@ class Attacker:
             observed = rows[number, :length]
 
             def candidates(prefix: list[int], place: int, observed: Tensor = observed) -> Tensor:
-                order = (train @ torch.nn.functional.normalize(observed[place], dim=0)).argsort(descending=True)
+                order = (train @ torch.nn.functional.normalize(observed[place], dim=0)).argsort(
+                    descending=True
+                )
                 alike = self.known.tokens[order].tolist()
                 by_look = list(dict.fromkeys(alike))[: CANDIDATES // 2]
                 expected = self._expected(prefix) if prefix else torch.bincount(self.known.tokens).float()
                 by_model = expected.argsort(descending=True)[: CANDIDATES // 2].tolist()
                 return torch.tensor(list(dict.fromkeys([*by_look, *by_model])))
 
-            found = replayed(observed, lambda prefix, tokens: self._rows_of(layer, prefix, tokens), candidates)
+            found = replayed(
+                observed, lambda prefix, tokens: self._rows_of(layer, prefix, tokens), candidates
+            )
             right += sum(a == b for a, b in zip(found, self.victim[number].tolist(), strict=False))
         return right / (texts * length)
 
@@ -145,7 +149,9 @@ class Attacker:
 
     def _rows_of(self, layer: int, prefix: list[int], tokens: Tensor) -> Tensor:
         """The rows that the public model sends to a layer's experts for `prefix` and each of `tokens`."""
-        texts = torch.cat([torch.tensor(prefix, dtype=torch.int64).repeat(len(tokens), 1), tokens.unsqueeze(1)], 1)
+        texts = torch.cat(
+            [torch.tensor(prefix, dtype=torch.int64).repeat(len(tokens), 1), tokens.unsqueeze(1)], 1
+        )
         kept = capture(self.model, self.public, texts, rows=4096)
         return kept.layer(layer)[0].view(len(tokens), len(prefix) + 1, -1)[:, -1]
 
@@ -204,11 +210,21 @@ class Attacker:
         return Report(figures, self._tables(rows, ids, parts, costs), self._plot(figures, rows, ids))
 
     def _tables(
-        self, rows: list[float], ids: list[float], parts: dict[int, tuple[float, float, float]], costs: list[float]
+        self,
+        rows: list[float],
+        ids: list[float],
+        parts: dict[int, tuple[float, float, float]],
+        costs: list[float],
     ) -> list[str]:
         head = ["first MoE layers kept local", "best layer by rows", "by ids", "extra CPU", "memory, MB"]
         kept: list[list[object]] = [
-            [number, max(rows[number:]), max(ids[number:]), sum(costs[:number]), sum(self.layer_bytes[:number]) / 1e6]
+            [
+                number,
+                max(rows[number:]),
+                max(ids[number:]),
+                sum(costs[:number]),
+                sum(self.layer_bytes[:number]) / 1e6,
+            ]
             for number in range(len(rows))
         ]
         lines = [*table(head, kept), ""]
@@ -218,7 +234,11 @@ class Attacker:
 
     def _plot(self, figures: dict[str, object], rows: list[float], ids: list[float]) -> str:
         names = [f"layer {layer}" for layer in self.layers]
-        by_layer = Bars("Tokens recovered by a worker that sees one layer", names, {"from rows": rows, "from ids alone": ids})
+        by_layer = Bars(
+            "Tokens recovered by a worker that sees one layer",
+            names,
+            {"from rows": rows, "from ids alone": ids},
+        )
         held = Bars(
             "Tokens recovered from rows by a worker that holds a part of the first layer",
             [f"1 of {count}" for count in SHARES],

@@ -105,7 +105,7 @@ def _owned(swarm: InProcessSwarm, layer: int, ids: Tensor) -> list[tuple[Any, An
 
 
 def watch_streams(model: Any, residuals: Residuals) -> Callable[[], None]:
-    """Have every decoder layer's output compared with the error that its combine left; undone by the result."""
+    """Compare every decoder layer's output with the error that its combine left, until the result is called."""
     handles = []
     for name, module in model.named_modules():
         layer = getattr(module, "kvasir_layer", None)
@@ -124,5 +124,3 @@ def watch_streams(model: Any, residuals: Residuals) -> Callable[[], None]:
             handle.remove()
 
     return undo
-
-

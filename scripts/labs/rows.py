@@ -1,4 +1,4 @@
-"""Rows as workers see them: what the bundled model sends to its experts, and made-up ones with heavy tails."""
+"""Rows as workers see them: what a model sends to its experts, and made-up ones with heavy tails."""
 
 from __future__ import annotations
 

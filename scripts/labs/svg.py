@@ -99,7 +99,9 @@ class Curves:
             colour = COLOURS[number % len(COLOURS)]
             dash = " stroke-dasharray='5 3'" if name in self.dashed else ""
             line = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in values)
-            parts.append(f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>")
+            parts.append(
+                f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"
+            )
             y = PLOT_HEIGHT + 96 + 16 * number
             parts.append(f"<line x1='70' x2='100' y1='{y - 4}' y2='{y - 4}' stroke='{colour}'{dash}/>")
             parts.append(text(108, y, name))
@@ -113,7 +115,8 @@ class Curves:
     def _axes(self, across: Axis, up: Axis) -> list[str]:
         bottom = 40 + PLOT_HEIGHT
         parts = [
-            f"<rect x='70' y='40' width='{WIDTH - RIGHT - 70}' height='{PLOT_HEIGHT}' fill='none' stroke='#999'/>"
+            f"<rect x='70' y='40' width='{WIDTH - RIGHT - 70}' height='{PLOT_HEIGHT}' "
+            "fill='none' stroke='#999'/>"
         ]
         for value in across.ticks():
             at = across.at(value)
@@ -155,7 +158,13 @@ class Axis:
             step = max(1, (last - first) // 8)
             return [10.0**power for power in range(first, last + 1, step)]
         step = 10 ** math.floor(math.log10((self.high - self.low) or 1.0))
-        step = step / 5 if (self.high - self.low) / step < 2 else step / 2 if (self.high - self.low) / step < 5 else step
+        step = (
+            step / 5
+            if (self.high - self.low) / step < 2
+            else step / 2
+            if (self.high - self.low) / step < 5
+            else step
+        )
         count = int((self.high - self.low) / step + 1e-9)
         return [self.low + step * number for number in range(count + 1)]
 
@@ -187,7 +196,9 @@ def legend(names: Sequence[str], y: float) -> list[str]:
     return parts
 
 
-def text(x: float, y: float, content: str, *, size: int = 11, anchor: str = "start", weight: str = "normal") -> str:
+def text(
+    x: float, y: float, content: str, *, size: int = 11, anchor: str = "start", weight: str = "normal"
+) -> str:
     """A text element."""
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' {FONT} font-size='{size}' text-anchor='{anchor}' "

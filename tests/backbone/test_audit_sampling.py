@@ -140,6 +140,7 @@ def test_a_bug_in_an_audit_costs_that_audit_alone(monkeypatch: pytest.MonkeyPatc
     def broken(*_: object) -> float:
         raise RuntimeError("a bug")
 
+    monkeypatch.setattr(auditing, "MAX_QUEUED", 3)
     with monkeypatch.context() as patch:
         patch.setattr(auditing, "judge_sample", broken)
         for number in range(2 * auditing.MAX_QUEUED):

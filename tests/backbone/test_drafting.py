@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,7 +120,8 @@ def test_the_likeliest_drafts_come_first() -> None:
 
 
 def test_a_draft_is_never_longer_than_there_is_room_for() -> None:
-    assert _learnt(1.44, 0.0).choose({1: (_speculation(20, 8), 3), 2: (_speculation(20, 8), 0)}, 2, 2) == {1: 3}
+    offers = {1: (_speculation(20, 8), 3), 2: (_speculation(20, 8), 0)}
+    assert _learnt(1.44, 0.0).choose(offers, 2, 2) == {1: 3}
 
 
 def test_what_did_not_pay_is_tried_again_ever_more_rarely() -> None:
@@ -130,7 +133,7 @@ def test_what_did_not_pay_is_tried_again_ever_more_rarely() -> None:
             tries.append(turn)
             drafting.learn(speculation, chosen[1], 0)
     assert tries[0] == PROBE_EVERY - 1
-    gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
     assert gaps[:3] == [2 * PROBE_EVERY, 4 * PROBE_EVERY, 8 * PROBE_EVERY]
     assert max(gaps) == MAX_PROBE_EVERY
     assert (drafting.drafted, drafting.accepted) == (2 * len(tries), 0)

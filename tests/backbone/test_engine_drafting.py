@@ -27,7 +27,9 @@ SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9, "t
 class _Knowing(Speculation):
     """Drafts the text that will come, with every `wrong`-th token changed (0: none)."""
 
-    def __init__(self, prompt: Sequence[int], texts: Mapping[tuple[int, ...], Sequence[int]], wrong: int) -> None:
+    def __init__(
+        self, prompt: Sequence[int], texts: Mapping[tuple[int, ...], Sequence[int]], wrong: int
+    ) -> None:
         super().__init__(prompt)
         self._text, self._wrong, self._made = list(texts[tuple(prompt)]), wrong, 0
 
@@ -51,7 +53,9 @@ class _Forced(Drafting):
     def begin(self, prompt: Sequence[int]) -> Speculation:
         return _Knowing(prompt, self._texts, self._wrong)
 
-    def choose(self, offers: Mapping[int, tuple[Speculation, int]], requests: int, rows: int) -> dict[int, int]:
+    def choose(
+        self, offers: Mapping[int, tuple[Speculation, int]], requests: int, rows: int
+    ) -> dict[int, int]:
         return {request: most for request, (_, most) in offers.items() if most > 0}
 
 

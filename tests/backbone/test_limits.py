@@ -63,7 +63,8 @@ def test_other_classes_keep_the_start_value(numerics: str) -> None:
         json.dumps({"v": 1, "limits": [{"weights": "stored"}]}),
         json.dumps(
             {"v": 1, "limits": [
-                {"weights": "stored", "wire": "float32", "families": [], "limit": 1e-9, "rows": 1, "largest": 1e-8}
+                {"weights": "stored", "wire": "float32", "families": [], "limit": 1e-9, "rows": 1,
+                 "largest": 1e-8}
             ]}
         ),
     ],

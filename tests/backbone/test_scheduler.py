@@ -240,7 +240,9 @@ class Overlapping:
     def begin(self) -> bool:
         flying = {segment.request for step in self.out for segment in step.segments}
         share = self.rng.choice([None, 1, 2])
-        step = self.scheduler.schedule(share, lambda requests, _: {r: self.rng.randrange(5) for r in requests})
+        step = self.scheduler.schedule(
+            share, lambda requests, _: {r: self.rng.randrange(5) for r in requests}
+        )
         assert not flying & set(step.preempted)
         assert not flying & {segment.request for segment in step.segments}
         for request in step.preempted:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
@@ -11,7 +12,7 @@ from aiohttp import web
 
 from relay.addresses import parse_networks
 from relay.circuit import Rules
-from relay.guard import HEAD_BYTES, ListenerGuard
+from relay.guard import HEAD_BYTES, ListenerGuard, raise_descriptor_limit
 from tests.support.waiting import until
 
 HEAD = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -132,3 +133,18 @@ async def test_a_trusted_proxy_is_not_counted() -> None:
             assert await asyncio.wait_for(reader.readuntil(b"hello"), 5.0)
         assert guard.refused == {}
         held.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="optional: no such limit there")
+def test_the_soft_limit_on_descriptors_is_raised_within_the_hard_one() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+        raise_descriptor_limit(250)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300  # never lowered
+        raise_descriptor_limit(400)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (400, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -366,3 +366,48 @@ def test_serial_books_are_shared_between_handshakes() -> None:
     device = Device(serials=SerialBook())
     answer, _ = _responder(device).receive_offer(_initiator(device).offer(), unix_now=NOW, now=0.0)
     assert SessionAnswer.from_bytes(answer).refusal is None
+
+
+# --- one packet at once ---
+
+
+@pytest.mark.parametrize("size", [0, 1, 6_144, MAX_BODY])
+@pytest.mark.parametrize(
+    "shape", [bytes, bytearray, memoryview, lambda body: (body[:1], memoryview(body)[1:])]
+)
+def test_a_message_that_fits_one_packet(size: int, shape: Callable[[bytes], Message]) -> None:
+    ours, theirs = _cores()
+    _deliver(theirs, _packets(ours, b""))
+    body = bytes(number % 251 for number in range(size))
+    packet = ours.pack(shape(body), 0.0, 13)
+    assert packet is not None
+    assert packet[:13] == bytes(13)
+    assert _deliver(theirs, [bytes(packet[13:]), *_packets(ours, b"after it")]) == [
+        *([body] if size else []),
+        b"after it",
+    ]
+
+
+def test_what_takes_more_than_one_packet_is_left_to_the_slow_way() -> None:
+    ours, theirs = _cores()
+    assert ours.pack(bytes(MAX_BODY + 1), 0.0) is None
+    records = ours.records(bytes(2 * MAX_BODY))
+    packets = [ours.seal(next(records))]
+    assert ours.pack(b"a message before was given up", 0.0) is None
+    packets += [bytearray(packet) for packet in _packets(ours, b"said so")]
+    assert ours.pack(b"after it", 0.0) is not None
+    assert _deliver(theirs, [bytes(packet) for packet in packets]) == [b"said so"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "now"),
+    [(RekeyLimits(records=2), 0.0), (RekeyLimits(bytes=40), 0.0), (RekeyLimits(seconds=5.0), 5.0)],
+)
+def test_a_key_that_is_due_is_replaced_before_the_next_packet(limits: RekeyLimits, now: float) -> None:
+    ours, _ = _cores(limits)
+    assert ours.pack(b"first", 0.0) is not None
+    assert ours.pack(b"second, 24 bytes of text", 0.0) is not None
+    assert ours.pack(b"third", now) is None
+    assert ours.rekey_due(now)
+    ours.seal_rekey(now)
+    assert ours.pack(b"third", now) is not None

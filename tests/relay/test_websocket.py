@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.errors import RemoteProtocolError
+from relay.errors import LocalProtocolError, RemoteProtocolError
 from relay.websocket import (
     BINARY,
     CLOSE,
+    FRONT,
     PING,
     PONG,
     MaskSource,
@@ -176,3 +177,32 @@ def test_arbitrary_bytes_raise_only_what_is_meant(data: bytes, masked: bool) -> 
             taken.reader.feed(bytes((byte,)))
     except RemoteProtocolError:
         assert data
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 125, 126, 300, 65_536]), st.booleans()), max_size=8),
+    st.lists(st.integers(0, 1 << 18), max_size=6),
+)
+def test_free_bytes_lie_before_each_payload(sizes: list[tuple[int, bool]], cuts: list[int]) -> None:
+    """Whole or in fragments, in however many reads: the same payloads, behind bytes that may be used."""
+    kept: list[bytearray | memoryview] = []
+    reader = MessageReader(kept.append, lambda *_: None, masked=True, max_bytes=70_000, front=FRONT)
+    stream, expected = b"", []
+    for number, (size, split) in enumerate(sizes):
+        body = bytes((number + index) % 256 for index in range(size))
+        expected.append(body)
+        if split:
+            stream += frame(body[: size // 2], masked=True, first=BINARY)
+            stream += frame(body[size // 2 :], masked=True, first=0x80)
+        else:
+            stream += frame(body, masked=True)
+    for part in chunked(stream, cuts):
+        reader.feed(part)
+    assert [bytes(payload[FRONT:]) for payload in kept] == expected
+    assert all(isinstance(payload, bytearray) for payload in kept)
+
+
+def test_free_bytes_are_for_what_is_kept() -> None:
+    for masked, front in ((False, FRONT), (True, 3)):
+        with pytest.raises(LocalProtocolError, match="free bytes"):
+            MessageReader(lambda _: None, lambda *_: None, masked=masked, max_bytes=100, front=front)

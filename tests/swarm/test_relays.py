@@ -90,7 +90,7 @@ async def _node_status(folder: Path) -> dict[str, Any]:
 async def test_a_node_moves_from_relay_to_relay_and_the_text_stays_the_same(tmp_path: Path) -> None:
     state = tmp_path / "backbone"
     up = ("up", "--port", "0", "--state-dir", str(state), "--dtype", "float32", "--kv-bytes", "64MiB",
-          "--relay-only", "--no-relay", "--fallback", "none")  # fmt: skip
+          "--relay-only", "--no-relay", "--fallback", "none", "--drafting", "off")  # fmt: skip
     async with AsyncExitStack() as stack:
         backbone = await stack.enter_async_context(
             process("kvasir_backbone.cli", *up, log=tmp_path / "up.log")
