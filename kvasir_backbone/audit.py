@@ -96,7 +96,7 @@ class NormBand:
         self._seen[layer] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
 
     def bounds(self, layer: int) -> tuple[float, float]:
-        """The ratios beyond which an output of `layer` is suspect; all finite ones are within, while unknown."""
+        """The ratios beyond which an output of `layer` is suspect; while unknown, no finite one is."""
         known = self._seen.get(layer)
         return (0.0, _LARGEST) if known is None else (known[0] / BAND_SLACK, known[1] * BAND_SLACK)
 

@@ -393,7 +393,7 @@ def _status(arguments: argparse.Namespace) -> int:
         )
         audit, carried = answer["audit"], answer["carried"]
         console.print(
-            f"{carried['bytes']:,} bytes carried ({carried['mode']}), {carried['bytes_per_s']:,.0f} a second; "
+            f"{carried['bytes']:,} bytes carried ({carried['mode']}), {carried['bytes_per_s']:,.0f}/s; "
             f"{audit['rate']:.1%} of calls audited, {audit['cpu_share']:.1%} of the CPU, "
             f"{audit['violations']:,} violations"
         )

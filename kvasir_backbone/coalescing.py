@@ -172,7 +172,7 @@ class Gathering:
                 outputs = self._inner.dispatch(layer, rows, ids, keys, left)
         except DispatchFailed as failure:
             return _settle_failed(group, failure)
-        for ask, share in zip(group, outputs.split(sizes), strict=True):
+        for ask, share in zip(group, torch.split(outputs, sizes), strict=True):
             ask.settle(share)
         return []
 

@@ -384,7 +384,7 @@ class SwarmDispatcher:
                 layer=run.layer,
                 row_count=len(call.rows),
                 deadline_ms=left_ms,
-                groups=tuple([make_group(replica, call, run.flight, index) for replica, index in call.groups]),
+                groups=tuple([make_group(each, call, run.flight, index) for each, index in call.groups]),
                 rows=rows_to_bytes(rows if rows.is_contiguous() else rows.contiguous()),
                 weights=self._weights_of(run, call),
             )
@@ -473,7 +473,7 @@ class SwarmDispatcher:
         return None
 
     def _all_within(self, run: _Run, call: WorkerCall, outputs: Tensor) -> bool:
-        """Whether the C core finds nothing to look at; False where it is absent, or does not know the dtype."""
+        """Whether the C core finds nothing to look at; False where it is absent or knows no such rows."""
         kernel = kernels.loaded()
         if kernel is None or outputs.dtype not in kernels.ROW_KINDS or run.rows.dtype != outputs.dtype:
             return False

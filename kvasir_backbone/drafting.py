@@ -25,7 +25,7 @@ GRAMS: Final = (8, 4, 2)
 """Lengths of the ends of a text that are looked up in it, the longest first."""
 MAX_DRAFT: Final = 16
 """Most tokens of one draft."""
-MAX_INDEXED: Final = 32_768
+MAX_INDEXED: Final = 8192
 """Most positions of a prompt that are looked up; of a longer one, the last."""
 PROBE_EVERY: Final = 32
 """A request that drafts nothing tries again after so many steps; twice as many after each time in vain."""
@@ -38,12 +38,13 @@ MARGIN: Final = 1.1
 class Lookup:
     """One text, and where each of its short sequences occurred last.
 
-    `extend` costs as much as it has tokens, `propose` as much as it returns.
+    `extend` costs as much as it has tokens, `propose` as much as it returns. Sequences are kept as hashes,
+    some 400 bytes a position; two that collide make a wrong draft and no more.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._after: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in GRAMS)
+        self._after: tuple[dict[int, int], ...] = tuple({} for _ in GRAMS)
         self.extend(tokens[-MAX_INDEXED:])
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -52,7 +53,7 @@ class Lookup:
             # What ends here gets its entry now that something follows it.
             for size, after in zip(GRAMS, self._after, strict=True):
                 if len(self._tokens) >= size:
-                    after[tuple(self._tokens[-size:])] = len(self._tokens)
+                    after[hash(tuple(self._tokens[-size:]))] = len(self._tokens)
             self._tokens.append(token)
 
     def propose(self, most: int = MAX_DRAFT) -> tuple[tuple[int, ...], int]:
@@ -62,7 +63,7 @@ class Lookup:
         itself is drafted as a whole.
         """
         for number, (size, after) in enumerate(zip(GRAMS, self._after, strict=True)):
-            place = after.get(tuple(self._tokens[-size:])) if len(self._tokens) >= size else None
+            place = after.get(hash(tuple(self._tokens[-size:]))) if len(self._tokens) >= size else None
             if place is not None:
                 draft = self._tokens[place : place + most]
                 period = len(self._tokens) - place
@@ -91,10 +92,14 @@ class Acceptance:
 
 
 class Speculation:
-    """One request's drafts: its text, the draft at hand and how earlier ones did."""
+    """One request's drafts: its text, the draft at hand and how earlier ones did.
+
+    The prompt is read at the first `extend`: a request that waits costs nothing.
+    """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._lookup = Lookup(prompt)
+        self._prompt: Sequence[int] = tuple(prompt[-MAX_INDEXED:])
+        self._lookup: Lookup | None = None
         self._rates = tuple(Acceptance() for _ in (*GRAMS, None))
         self._match = -1
         self.draft: tuple[int, ...] = ()
@@ -108,6 +113,8 @@ class Speculation:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on with these; a new draft follows."""
+        if self._lookup is None:
+            self._lookup, self._prompt = Lookup(self._prompt), ()
         self._lookup.extend(tokens)
         self.draft, self._match = self._lookup.propose()
 

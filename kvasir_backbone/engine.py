@@ -369,7 +369,7 @@ class Engine:
                 if not self._alive or number in mine or not self._scheduler.in_flight(number)
             ]
             error = self._crash or Refused("draining", "the backbone is shutting down")
-            deliveries = [self._end(state, "failed", error) for state in ended]
+            deliveries = [self._end_anyway(state, error) for state in ended]
             self._lock.notify_all()
         self._hand_over(deliveries)
 
@@ -439,14 +439,13 @@ class Engine:
 
     def _compute(self, step: Step) -> None:
         started, busy = self._clock(), time.thread_time()
-        waited_s = 0.0
+        result: StepResult | None = None
         works = [self._work(segment) for segment in step.segments]
         try:
             result = self.model.forward(works)
         except Exception as fault:  # the boundary of one step: its requests fail, the engine goes on
             deliveries = self._failed(step.segments, fault)
         else:
-            waited_s = result.waited_s
             deliveries = self._take_results(step.segments, result)
         seconds = self._clock() - started
         with self._lock:
@@ -454,8 +453,10 @@ class Engine:
             self._counters.steps += 1
             self._counters.rows += step.rows
             self._counters.step_s += seconds
-            self._pace.observe(time.thread_time() - busy, waited_s)
-            if self._drafting is not None and all(segment.decodes for segment in step.segments):
+            if result is not None:
+                self._pace.observe(time.thread_time() - busy, result.waited_s)
+            decoded = result is not None and all(segment.decodes for segment in step.segments)
+            if self._drafting is not None and decoded:
                 self._drafting.cost.observe(step.rows, seconds)
         self._hand_over(deliveries)
 
@@ -563,12 +564,20 @@ class Engine:
         number = state.generation.id
         state.outcome, state.finished_at = outcome, self._clock()
         with self._lock:
-            self._scheduler.finish(number)
             self._states.pop(number, None)
             state.generation.final = _stats_of(state)
+            self._scheduler.finish(number)
             self._counters.finished[outcome] += 1
         self.model.forget(number)
         return (state.generation, None, True, None, error)
+
+    def _end_anyway(self, state: _State, error: KvasirError) -> _Delivery:
+        """End a request of an engine that may have crashed: its reader hears of it, whatever is broken."""
+        try:
+            return self._end(state, "failed", error)
+        except Exception as fault:
+            _log.error("engine.crashed", reason=str(fault), trace="".join(traceback.format_exception(fault)))
+            return (state.generation, None, True, None, error)
 
     def _hand_over(self, deliveries: Sequence[_Delivery]) -> None:
         """Wake every loop once with all it has to hear of."""

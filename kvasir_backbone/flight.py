@@ -228,9 +228,7 @@ class Flight:
         self.layer = layer
         whole = roster.windows.whole(layer)
         if whole is not None and len(ids) <= block:
-            self.parts: tuple[Part, ...] = (
-                Part(whole, range(len(ids)), ids, range(len(ids) * len(ids[0]))),
-            )
+            self.parts: tuple[Part, ...] = (Part(whole, range(len(ids)), ids, range(len(ids) * len(ids[0]))),)
         else:
             self.parts = split(roster.windows.owners(layer), ids, block)
         self.deadline = deadline
@@ -341,7 +339,7 @@ class Flight:
         return calls
 
     def take_given_up(self) -> list[WorkerCall]:
-        """The calls given up since this was asked last, because their time was over: nobody waits for them."""
+        """The calls given up since this was asked last, their time being over: nobody waits for them."""
         taken, self._given_up = self._given_up, []
         return taken
 
@@ -403,9 +401,7 @@ class Flight:
         """A message for parts of one block, each of another window: no row and no lease comes twice."""
         if len(groups) == 1:
             part = self.parts[groups[0][1]]
-            return WorkerCall(
-                self._next_call(), device, self.layer, part.rows, groups, len(part.slots)
-            )
+            return WorkerCall(self._next_call(), device, self.layer, part.rows, groups, len(part.slots))
         rows = sorted({row for _, index in groups for row in self.parts[index].rows})
         outputs = sum(len(self.parts[index].slots) for _, index in groups)
         return WorkerCall(self._next_call(), device, self.layer, tuple(rows), groups, outputs)

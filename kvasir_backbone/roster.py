@@ -50,9 +50,7 @@ class WindowMap:
                         owners[expert] = number
             assert -1 not in owners, f"layer {recipe.layer}: some experts are in no window"
             self._table[recipe.layer] = tuple(owners)
-        self._whole = {
-            layer: owners[0] for layer, owners in self._table.items() if len(set(owners)) == 1
-        }
+        self._whole = {layer: owners[0] for layer, owners in self._table.items() if len(set(owners)) == 1}
 
     @property
     def layers(self) -> tuple[int, ...]:

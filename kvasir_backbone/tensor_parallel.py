@@ -71,7 +71,7 @@ def distribution(config: Any, ranks: int) -> dict[str, Any]:
 
     Takes the experts' rules out of the configuration's plan: they are not here. Raises `ConfigError`.
     """
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     fault = tensor_parallel_fault(config, ranks)
     if fault is not None:
@@ -85,9 +85,9 @@ def distribution(config: Any, ranks: int) -> dict[str, Any]:
 
 def meeting_point(rank: int, ranks: int, port: int = 0) -> Any:
     """The store that the ranks meet by: opened by rank 0, at any free port, and joined by the others."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
-    return dist.TCPStore(
+    return TCPStore(
         "127.0.0.1",
         port,
         ranks,
@@ -150,8 +150,8 @@ class Ranks:
             status = process.poll()
             if status is not None and not self._fault:
                 self._fault = (
-                    f"tensor-parallel process {rank} ended with status {status}; its last words are above: "
-                    "restart the backbone"
+                    f"tensor-parallel process {rank} ended with status {status} (what it said, if anything, "
+                    "is above): restart the backbone"
                 )
         return self._fault
 

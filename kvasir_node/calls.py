@@ -132,7 +132,8 @@ class Call:
     @property
     def id_count(self) -> int:
         """Ids over all groups."""
-        return sum(len(group.ids) for group in self.groups)
+        groups = self.groups
+        return len(groups[0].ids) if len(groups) == 1 else sum([len(group.ids) for group in groups])
 
     @property
     def output_count(self) -> int:

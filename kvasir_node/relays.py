@@ -34,8 +34,9 @@ from .status import NodeStatus
 
 log = structlog.get_logger("node")
 
-LOOK_S: Final = 20.0
-"""Mean pause between looks; each is drawn from half to one and a half of it."""
+LOOK_S: Final = 120.0
+HURRY_S: Final = 20.0
+"""Mean pause between looks, and while a chosen relay is not connected; drawn from half to one and a half."""
 
 LIST_S: Final = 60.0
 """How old the market's list may be before a look asks for it again."""
@@ -130,8 +131,15 @@ class RelayKeeper:
                 first = False
             await asyncio.sleep(SOON_S)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S * self._rng.uniform(0.5, 1.5) if self._chosen else 1.0):
+                async with asyncio.timeout(self._pause()):
                     await self._wake.wait()
+
+    def _pause(self) -> float:
+        """How long until the next look, if nothing happens."""
+        if not self._chosen:
+            return 1.0
+        lost = self._needed and not all(self._circuits.connected(self._info(k).url) for k in self._chosen)
+        return (HURRY_S if lost else LOOK_S) * self._rng.uniform(0.5, 1.5)
 
     async def _look(self, first: bool) -> None:
         await self._list()

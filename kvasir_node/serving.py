@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Final, Self
 
 import structlog
-import torch
 
 from market.plans import PlanId
 from relay.errors import ConfigError, KvasirError, Refused, RemoteProtocolError
@@ -254,7 +253,7 @@ class ExpertServer:
             return False
         if self._rests_until and self._clock() < self._rests_until:
             return False
-        slowest = max([holding.id_s for holding in holdings])
+        slowest = holdings[0].id_s if len(holdings) == 1 else max([holding.id_s for holding in holdings])
         return 0.0 < slowest * call.id_count <= INLINE_S
 
     def _run_now(self, peer: Peer, call: Call, holdings: tuple[Holding, ...], received: float) -> None:
@@ -262,8 +261,7 @@ class ExpertServer:
         self._ran_inline = True
         self._loop.call_soon(self._next_turn)
         try:
-            with torch.inference_mode():
-                rows = run_whole(call, holdings)
+            rows = run_whole(call, holdings)
         except Refused:
             raise
         except Exception as error:

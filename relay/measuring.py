@@ -20,8 +20,6 @@ from .transport import relay_endpoint
 TIMEOUT_S: Final = 3.0
 """A relay that has not answered by then is taken for gone."""
 
-ASKS: Final = 3
-"""Requests of one look: the first opens the connection, the fastest of the others is the round trip."""
 
 MAX_ANSWER_BYTES: Final = 4096
 
@@ -39,13 +37,10 @@ async def look_at(url: str, *, http: aiohttp.ClientSession, timeout: float = TIM
     target = relay_endpoint(url) + "/load"
     try:
         async with asyncio.timeout(timeout):
+            await _ask(target, http)  # opens the connection
+            started = time.perf_counter()
             load = await _ask(target, http)
-            best = float("inf")
-            for _ in range(ASKS - 1):
-                started = time.perf_counter()
-                load = await _ask(target, http)
-                best = min(best, time.perf_counter() - started)
-            return Look(best, load)
+            return Look(time.perf_counter() - started, load)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise Unreachable(f"the relay {url} does not answer: {error or type(error).__name__}") from None
 

@@ -2,8 +2,8 @@
 
 Hidden 3072, bf16 on the wire, 8 experts, one worker, encrypted; relay, worker and backbone are processes of
 their own, the worker's loop and the backbone's dispatcher the real ones. The bare kernel runs in the worker,
-on the same weights and the same row, in turns with the calls. hivemind runs in an environment of its own, made
-in the work folder: eight `RemoteExpert` calls at once, fp32 weights on both sides.
+on the same weights and the same row, in turns with the calls. hivemind runs in an environment of its own,
+made in the work folder: eight `RemoteExpert` calls at once, fp32 weights on both sides.
 
 Figures are medians over interleaved pairs, with 95 % bootstrap intervals.
 """

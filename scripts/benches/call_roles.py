@@ -104,9 +104,7 @@ class Case:
             precisions=("stored",),
             weighted=False,
             windows=(Window(LAYER, LAYER + 1, 0, EXPERTS),),
-            layers=(
-                LayerRecipe(LAYER, EXPERTS, EXPERTS, GateFormula("swiglu", "silu"), tuple(tensors)),
-            ),
+            layers=(LayerRecipe(LAYER, EXPERTS, EXPERTS, GateFormula("swiglu", "silu"), tuple(tensors)),),
         )
 
     def read(self) -> Callable[[ByteRange], memoryview]:
@@ -354,9 +352,7 @@ def _link(device: Device, dial: Callable[[], Any]) -> DeviceLink:
     return DeviceLink(
         device.key.public,
         dial=dial,
-        references=lambda: [
-            Reference(case.number, case.lease, 1, case.plan_id) for case in CASES.values()
-        ],
+        references=lambda: [Reference(case.number, case.lease, 1, case.plan_id) for case in CASES.values()],
         on_up=lambda: None,
         on_down=lambda: None,
         on_ack=lambda ack: None,

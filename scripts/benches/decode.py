@@ -100,9 +100,7 @@ def measure(name: str, model: Path, folder: Path) -> Found:
                 )
                 ours = asyncio.run(write(status, prompts))
                 pairs.append((together(ours), theirs["rate"]))
-                found.texts += zip(
-                    prompts, (text.token_ids for text in ours), theirs["texts"], strict=True
-                )
+                found.texts += zip(prompts, (text.token_ids for text in ours), theirs["texts"], strict=True)
             found.profile[count] = profile(before, swarm.ask("status"))
         found.audit_cpu_share = spent.audit_share()
         found.verdicts = stock.ask({"compare": found.texts})

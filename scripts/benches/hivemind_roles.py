@@ -4,8 +4,8 @@
     PYTHON hivemind_roles.py client HIDDEN EXPERTS ADDRESS...
 
 Imports nothing of Kvasir. The server prints its addresses as JSON and serves until its input closes. The
-client answers each number on its input with as many seconds: `EXPERTS` `RemoteExpert` calls of one fp32 row at
-once, one a thread, from the first call to the last answer.
+client answers each number on its input with as many seconds: `EXPERTS` `RemoteExpert` calls of one fp32 row
+at once, one a thread, from the first call to the last answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import hivemind
+import hivemind  # type: ignore[import-not-found]  # it is in its own environment
 import torch
-from hivemind.moe import ModuleBackend, Server, get_experts
-from hivemind.utils.tensor_descr import BatchTensorDescriptor
+from hivemind.moe import ModuleBackend, Server, get_experts  # type: ignore[import-not-found]
+from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 READY_S = 60.0

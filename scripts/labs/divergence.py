@@ -37,6 +37,8 @@ from .unruled import OwnRouters, UnruledModel, UnruledStep, router_of
 
 LENGTH: Final = 256
 """Tokens of a sequence of held-out text."""
+SEQUENCES: Final = 104
+"""Sequences that every mix reads: over a million decisions in all."""
 ROWS: Final = 2048
 """Rows of a pass."""
 UNRULED_EVERY: Final = 2
@@ -211,7 +213,7 @@ def run(options: argparse.Namespace) -> Report:
     path = options.model or bundled_model_path()
     mixes = tuple(mix for mix in MIXES if not options.short or mix.name in SHORT)
     length = 64 if options.short else LENGTH
-    lab = Laboratory(path, mixes, length=length, most=8 if options.short else None)
+    lab = Laboratory(path, mixes, length=length, most=8 if options.short else SEQUENCES)
     try:
         return _measure(lab, options)
     finally:

@@ -105,7 +105,7 @@ def _owned(swarm: InProcessSwarm, layer: int, ids: Tensor) -> list[tuple[Any, An
 
 
 def watch_streams(model: Any, residuals: Residuals) -> Callable[[], None]:
-    """Compare every decoder layer's output with the error that its combine left, until the result is called."""
+    """Compare each decoder layer's output with the error its combine left, until the result is called."""
     handles = []
     for name, module in model.named_modules():
         layer = getattr(module, "kvasir_layer", None)

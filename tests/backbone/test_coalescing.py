@@ -166,7 +166,7 @@ def test_passes_share_the_trips_of_a_weighted_swarm_too() -> None:
 
 def test_a_fault_of_the_dispatcher_ends_all_passes_and_hangs_none() -> None:
     class Broken(Doubling):
-        def dispatch(self, layer: int, *arguments: object) -> Tensor:  # type: ignore[override]
+        def dispatch(self, layer: int, *arguments: object) -> Tensor:
             raise RuntimeError("out of memory")
 
     results = SideBySide().run(Broken(), [_walk(n) for n in range(4)])

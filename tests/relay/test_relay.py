@@ -424,8 +424,31 @@ async def test_a_device_opens_no_circuits() -> None:
         assert (await peer.refusal()).code == "forbidden"
 
 
+async def test_a_relay_that_falls_silent_is_left_and_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-open TCP: the connection stands, and nothing comes through it any more."""
+    write, mute = Connection.write, True
+
+    def without_pongs(self: Connection, frame: bytes) -> None:
+        if not mute or frame[0] != FrameType.PONG:
+            write(self, frame)
+
+    monkeypatch.setattr(Connection, "write", without_pongs)
+    async with running_relay() as rig:
+        device = Device()
+        client = rig.client(
+            device.key,
+            "device",
+            config=TransportConfig(ping_s=0.05, pong_timeout_s=0.5, vanished_spread_s=0.0),
+        )
+        await rig.start(client)
+        await until(lambda: not client.connected)
+        assert "answers no pings" in str(client._last_error)
+        mute = False
+        await until(lambda: client.connected and client.rtt_s is not None)
+
+
 async def test_a_peer_that_answers_no_ping_is_gone() -> None:
-    config = RelayConfig(ping_s=0.05, ping_jitter_s=(0.0, 0.01), pong_timeout_s=0.05)
+    config = RelayConfig(ping_s=1.0, ping_jitter_s=(0.0, 0.01), pong_timeout_s=0.5)
     async with running_relay(config) as rig:
         device = Device()
         silent = await welcomed(rig, device.key, "device")
