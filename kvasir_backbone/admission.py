@@ -6,8 +6,8 @@ time between two tokens of a stream is noted beside how many streams there were;
 `a + b x streams`, says what one more would cost. There are as many places as keep it within `stretch` times
 what a stream has by itself: where compute is the limit (a large `b`) few, where the network is (a large `a`)
 many. A prompt may cost those who write more than another stream does; then, while some write, prompts start
-one after another. Whoever cannot start at once waits in line, but not longer than a first token takes by
-itself; everyone else is refused at once and told when to come back.
+one after another. Whoever cannot start at once may wait in line for a moment, a tenth of the time that a
+first token takes; everyone else is refused at once and told when to come back.
 
 Pure: time is an argument. Knows counts and seconds. Knows no requests, no model and no HTTP.
 """
@@ -29,6 +29,9 @@ SERVICE_REQUESTS: Final = 32.0
 """About over how many requests the time that one holds its place is averaged."""
 FIRST_GUESS_S: Final = 5.0
 """How long a first token takes and a request holds its place, while none is known."""
+WAIT_SHARE: Final = 0.1
+"""How long a request may wait in line unless said otherwise, as a share of the time that a first token takes:
+under steady overload whoever is let in has waited that long, and it comes on top."""
 MAX_RETRY_S: Final = 60.0
 
 
@@ -39,11 +42,11 @@ class AdmissionConfig:
     stretch: float = 2.0
     """The time between tokens with all places taken, as a multiple of what a stream has by itself."""
     max_wait_s: float | None = None
-    """How long a request may wait in line before it is refused; None: as long as a first token takes."""
+    """How long a request may wait in line; None: `WAIT_SHARE` of the time that a first token takes."""
     least_places: int = 8
     """Places that there are whatever was measured."""
-    most_places: int = 256
-    """Places that there are at most: as many as an engine runs at one time."""
+    most_places: int = 4096
+    """Places that there are at most; the engine has bounds of its own."""
 
     def __post_init__(self) -> None:
         if self.stretch < 1:
@@ -104,7 +107,8 @@ class Admission:
     @property
     def max_wait_s(self) -> float:
         """How long a request may wait in line."""
-        return self._first.value if self.config.max_wait_s is None else self.config.max_wait_s
+        wait = self.config.max_wait_s
+        return WAIT_SHARE * self._first.value if wait is None else wait
 
     def may_start(self, now: float, streams: int = 1) -> bool:
         """Whether so many more streams may start at once. Whoever finds nobody in may, however many."""

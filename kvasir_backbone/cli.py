@@ -165,7 +165,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         type=float,
         default=AdmissionConfig().max_wait_s,
         metavar="SECONDS",
-        help="refuse requests (429) that would wait in line longer (default: as long as a first token takes)",
+        help="refuse requests (429) that would wait in line longer (default: a tenth of a first token)",
     )
     up.add_argument(
         "--max-running",

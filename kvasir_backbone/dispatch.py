@@ -334,8 +334,8 @@ class SwarmDispatcher:
         except queue.Empty:
             with self._book.lock:
                 todo = run.flight.handle_timeout(self._clock(), self._lines.roster())
-            for call in run.flight.take_given_up():
-                self._lines.cancel(call.device, call.id)
+            for given_up in run.flight.take_given_up():
+                self._lines.cancel(given_up.device, given_up.id)
             return todo
         call = run.flight.call(end.call)
         if call is None:

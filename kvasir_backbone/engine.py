@@ -444,9 +444,9 @@ class Engine:
         try:
             result = self.model.forward(works)
         except Exception as fault:  # the boundary of one step: its requests fail, the engine goes on
-            deliveries = self._failed(step.segments, fault)
+            self._hand_over(self._failed(step.segments, fault))
         else:
-            deliveries = self._take_results(step.segments, result)
+            self._take_results(step.segments, result)
         seconds = self._clock() - started
         with self._lock:
             self._in_flight -= 1
@@ -458,7 +458,6 @@ class Engine:
             decoded = result is not None and all(segment.decodes for segment in step.segments)
             if self._drafting is not None and decoded:
                 self._drafting.cost.observe(step.rows, seconds)
-        self._hand_over(deliveries)
 
     def _failed(self, segments: Sequence[Segment], fault: Exception) -> list[_Delivery]:
         """End every request of a step that broke, whatever broke it."""
@@ -483,12 +482,15 @@ class Engine:
             tokens += state.speculation.draft[: segment.drafts]
         return Work(segment, tokens, state.generation.request.metered)
 
-    def _take_results(self, segments: Sequence[Segment], result: StepResult) -> list[_Delivery]:
-        """Sample where a segment samples; end what failed, was cancelled or is complete."""
+    def _take_results(self, segments: Sequence[Segment], result: StepResult) -> None:
+        """Sample where a segment samples; end what failed, was cancelled or is complete.
+
+        Tokens are handed over before another thread may compute the next ones: they keep their order.
+        """
         sampled = [self._sample(segment, result) for segment in segments]
         with self._lock:
             settled = map(self._settle, segments, sampled)
-            return list(itertools.chain.from_iterable(settled))
+            self._hand_over(list(itertools.chain.from_iterable(settled)))
 
     def _sample(self, segment: Segment, result: StepResult) -> list[int] | KvasirError:
         """The new tokens that a segment gave, or why its request failed.

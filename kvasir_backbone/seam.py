@@ -48,9 +48,10 @@ class Dispatcher(Protocol):
 
         `layer` is the model's own layer number; `rows` [n, width] in the backbone's compute dtype, n >= 1,
         no padding rows; `ids` [n, k] int64, global expert ids, no repetition within a row; `keys` n of
-        them; `deadline_s` seconds from now. Returns [n, k, width] in `rows.dtype`, read only (it may lie in a
-        reply's bytes): `out[i, j]` is expert `ids[i, j]` applied to `rows[i]`, without the router's weight. Blocks; called from a step thread,
-        never from the event loop. Raises `DispatchFailed`, naming exactly the rows that failed.
+        them; `deadline_s` seconds from now. Returns [n, k, width] in `rows.dtype`, read only (it may lie in
+        a reply's bytes): `out[i, j]` is expert `ids[i, j]` applied to `rows[i]`, without the router's weight.
+        Blocks; called from a step thread, never from the event loop. Raises `DispatchFailed`, naming exactly
+        the rows that failed.
         """
         ...
 

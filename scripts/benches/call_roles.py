@@ -168,7 +168,12 @@ def bare(experts: WindowExperts, row: Tensor) -> Callable[[], object]:
         (direct.kind, direct.kind),
         direct.scratch,
     )
-    return lambda: (direct.kernel.run_rows(*arguments), outputs)
+
+    def run_once() -> tuple[Tensor, Tensor]:
+        direct.kernel.run_rows(*arguments)
+        return row, outputs  # read and written by address: they live as long as this does
+
+    return run_once
 
 
 # --- the worker ---------------------------------------------------------------------------------------
@@ -375,8 +380,8 @@ def main(arguments: list[str]) -> None:
     """Run one role."""
     quiet()
     torch.set_num_threads(1)
-    role = {"worker": worker, "backbone": backbone}[arguments[0]]
-    run(role(Swarm(arguments[1]), *arguments[2:]))
+    swarm = Swarm(arguments[1])
+    run(worker(swarm, *arguments[2:]) if arguments[0] == "worker" else backbone(swarm, *arguments[2:]))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ class Copies(Children):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        os.environ.update(ENVIRONMENT)
+        # The server of copies finds what it is to import by this; it does not look at `sys.path` itself.
+        scripts = str(Path(__file__).resolve().parent.parent)
+        os.environ.update(ENVIRONMENT, PYTHONPATH=os.pathsep.join(dict.fromkeys([scripts, *sys.path])))
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["benches.chaos_node"])
 

@@ -201,14 +201,14 @@ def report_of(found: Sequence[Found]) -> Report:
     """Figures, the table, and whether the promises hold."""
     report = Report({})
     for name, pairs_of in (
-        ("one_stream_vs_stock", lambda each: each.one),
-        ("eight_streams_vs_stock_batch", lambda each: each.many),
+        ("one_stream_vs_stock", {each.name: each.one for each in found}),
+        ("eight_streams_vs_stock_batch", {each.name: each.many for each in found}),
     ):
-        ratios = {each.name: round(ratio(pairs_of(each)), 3) for each in found}
+        ratios = {model: round(ratio(pairs), 3) for model, pairs in pairs_of.items()}
         report.figures[name] = min(ratios.values())
-        for each in found:
-            report.figures[f"{name}_{each.name}"] = ratios[each.name]
-            report.figures[f"{name}_{each.name}_interval"] = interval(ratio, pairs_of(each))
+        for model, pairs in pairs_of.items():
+            report.figures[f"{name}_{model}"] = ratios[model]
+            report.figures[f"{name}_{model}_interval"] = interval(ratio, pairs)
     verdicts = [verdict for each in found for verdict in each.verdicts]
     report.figures["outputs_equal"] = all(verdict["matches"] for verdict in verdicts)
     report.figures["texts"] = len(verdicts)

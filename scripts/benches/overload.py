@@ -1,7 +1,7 @@
 """Overload: ten times the load that a swarm can take, and what those notice who are let in.
 
 A backbone and two nodes, each a process, write texts of the bundled model for clients in this process.
-First the capacity is measured: requests' worth of tokens a second with more clients than places. Then requests
+First the capacity is measured: requests' worth of tokens a second with more clients than places. Then they
 arrive at random (a Poisson process) whether or not earlier ones have ended: at half the capacity,
 which counts as unloaded, and at ten times the capacity. Compared are the 99th percentiles of those that were
 let in, of the time to the first token and of the time between tokens; the worse of the two ratios counts. The

@@ -72,6 +72,7 @@ class Attacker:
     def __init__(self, checkpoint: Checkpoint, path: Any, *, short: bool) -> None:
         plan = checkpoint.make_plan(window_bytes=1 << 28, wire_dtype="float32", precisions=PRECISIONS)
         self.short = short
+        self._made: dict[tuple[int, ...], list[Tensor]] = {}
         self.model = BackboneModel.load(checkpoint, dtype="float32")
         self.vocabulary = self.model.vocabulary
         self.public = LocalExperts(checkpoint.read, plan, cache_bytes=1 << 30)
@@ -89,14 +90,21 @@ class Attacker:
 
     def by_rows(self, layers: list[int], seen: Tensor | None = None) -> float:
         """Share of all tokens recovered from the rows of these layers, of which the worker got `seen` [n]."""
-        train = torch.cat([self.known.rows(layer) for layer in layers], 1)
-        test = torch.cat([self.seen.rows(layer) for layer in layers], 1)
-        labels, right = self.known.tokens, self.seen.tokens
-        best = 0.0
-        for guesses in (nearest(train, labels, test), probe(train, labels, test, self.vocabulary)):
-            hits = guesses == right
-            best = max(best, float((hits if seen is None else hits & seen).float().mean()))
-        return best
+        right = self.seen.tokens
+        hits = [guesses == right for guesses in self._guesses(tuple(layers))]
+        return max(float((hit if seen is None else hit & seen).float().mean()) for hit in hits)
+
+    def _guesses(self, layers: tuple[int, ...]) -> list[Tensor]:
+        """What each attack says of every row of these layers; made once."""
+        if layers not in self._made:
+            train = torch.cat([self.known.rows(layer) for layer in layers], 1)
+            test = torch.cat([self.seen.rows(layer) for layer in layers], 1)
+            labels = self.known.tokens
+            self._made[layers] = [
+                nearest(train, labels, test),
+                probe(train, labels, test, self.vocabulary),
+            ]
+        return self._made[layers]
 
     def by_ids(self, layers: list[int], part: slice = slice(None)) -> float:
         """The same from expert ids alone."""

@@ -31,16 +31,16 @@ def test_places_are_as_many_as_keep_the_time_between_tokens_within_bounds() -> N
     assert _measured(0.010, 0.002, 1, 8).places(1.0) == 1 + 3 * 5
     assert _measured(0.010, 0.002, 1, 8, stretch=2.0).places(1.0) == 1 + 5
     # Where a round trip of 1.5 s rules, everybody fits.
-    assert _measured(1.5, 0.004, 1, 8).places(1.0) == 256
-    assert _measured(0.010, 0.0, 1, 8).places(1.0) == 256
+    assert _measured(1.5, 0.004, 1, 8).places(1.0) > 1000
+    assert _measured(0.010, 0.0, 1, 8).places(1.0) == 4096
     # Where each stream costs as much as the first, as many as the stretch.
     assert _measured(0.010, 0.010001, 1, 8).places(1.0) == 3
     assert _measured(0.010, 0.030, 3, 8).places(1.0) >= 1
 
 
 def test_what_is_not_known_yet_limits_nobody() -> None:
-    assert Admission().places(0.0) == 256
-    assert _measured(0.010, 0.002, 8).places(1.0) == 256
+    assert Admission().places(0.0) == 4096
+    assert _measured(0.010, 0.002, 8).places(1.0) == 4096
     assert _measured(0.010, 0.010, 1, 8, least_places=8).places(1.0) == 8
 
 
@@ -51,7 +51,7 @@ def test_what_was_seen_long_ago_counts_little() -> None:
         admission.streams = count
         for _ in range(4000):
             admission.observe(0.1, 500.0)
-    assert admission.places(500.0) == 256
+    assert admission.places(500.0) > 200
 
 
 def test_whoever_finds_no_place_is_told_when_to_come_back() -> None:
@@ -111,8 +111,8 @@ def test_places_are_always_within_bounds(seen: list[tuple[int, float, float]], n
     for streams, gap_s, at in seen:
         admission.streams = streams
         admission.observe(gap_s, at)
-    assert 8 <= admission.places(now) <= 256
-    assert 1 <= admission.starts(now) <= 256
+    assert 8 <= admission.places(now) <= 4096
+    assert 1 <= admission.starts(now) <= 4096
 
 
 @pytest.mark.parametrize("settings", [{"stretch": 0.5}, {"max_wait_s": -1.0}, {"least_places": 0}])

@@ -135,7 +135,7 @@ async def test_a_failed_dispatch_fails_only_its_own_request(bundled_model: Backb
     prompts = [[10, 11, 12], [20, 21], [30]]
     expected = await generate(bundled_model, prompts, 12)
     for with_outputs in (True, False):
-        async with Engine(bundled_model) as engine:
+        async with Engine(bundled_model, EngineConfig(drafting=False)) as engine:
             generations = [
                 engine.submit(GenerationRequest(prompt, 12, temperature=0.0, ignore_eos=True))
                 for prompt in prompts
@@ -403,6 +403,20 @@ async def test_a_text_does_not_depend_on_step_threads(
             assert engine.stats.kv_blocks_free == engine.stats.kv_blocks
         assert texts == expected
     assert bundled_model.kv_bytes == 0
+
+
+async def test_tokens_are_handed_over_before_the_next_step_may_begin(bundled_model: BackboneModel) -> None:
+    """Two threads may take turns with one request: only the lock keeps its tokens in order."""
+    free: list[object] = []
+
+    class Watched(Engine):
+        def _hand_over(self, deliveries: Any) -> None:
+            free.extend(each for each in deliveries if each[1] is not None and not self._lock._is_owned())  # type: ignore[attr-defined]
+            super()._hand_over(deliveries)
+
+    async with Watched(bundled_model, pace=_Split()) as engine:
+        await asyncio.gather(collect(engine, [10, 11], 6), collect(engine, [20], 6))
+    assert free == []
 
 
 async def test_one_thread_computes_while_another_waits(bundled_model: BackboneModel) -> None:

@@ -239,7 +239,7 @@ async def test_a_nonce_serves_once() -> None:
 
 
 async def test_an_expired_ticket_ends_a_connection_unless_it_is_renewed() -> None:
-    config = RelayConfig(ping_s=0.1, ping_jitter_s=(0.0, 0.0), pong_timeout_s=0.1, drain_s=0.1)
+    config = RelayConfig(ping_s=0.1, ping_jitter_s=(0.0, 0.0), pong_timeout_s=1.0, drain_s=0.1)
     async with running_relay(config) as rig:
         lazy, dutiful = SigningKey.generate(), SigningKey.generate()
 

@@ -120,7 +120,7 @@ async def _join_link(state: Path, log: Path, backbone: Process) -> str:
             return False
         return '"join": "' in log.read_text()
 
-    await until(is_open, timeout=120, what="the backbone's port")
+    await until(is_open, timeout=240, what="the backbone's port")
     return str(_logged(log, "port.opened")["join"])
 
 
