@@ -48,9 +48,9 @@ class LocalSwarm:
     def start_nodes(
         self, count: int, join: str | Sequence[str], budget: int | None, *, more: Sequence[str] = ()
     ) -> None:
-        """Start that many nodes, each with a budget in bytes (None: what it finds right) and `more` arguments.
+        """Start that many nodes, each with a budget in bytes (None: what it finds right).
 
-        `join` is one link for all, or one for each.
+        `join` is one link for all, or one for each; `more` are further arguments.
         """
         self.names = []
         for link in [join] * count if isinstance(join, str) else join:

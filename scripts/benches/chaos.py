@@ -167,13 +167,14 @@ def _start(folder: Path, children: Children, replicas: int) -> LocalSwarm:
 
     model = bundled_model_path()
     swarm = LocalSwarm(folder, children, lambda text: None)
-    share = NODES // replicas
+    count = NODES if replicas > 1 else 1  # one node with everything: no window can have another owner
+    share = count // replicas
     cut = cut_of(model, share)
     assert cut is not None
     status = swarm.start_backbone(model, cut)
     # Room for a share of the windows and half a one more.
     budget = cut.budget * (2 * len(cut.windows) // share + 1) // (2 * (-(-len(cut.windows) // share) + 1))
-    swarm.start_nodes(NODES, status["join"], budget)
+    swarm.start_nodes(count, status["join"], budget)
 
     def ready() -> bool | None:
         found = swarm.covered()
