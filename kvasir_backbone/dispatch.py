@@ -421,7 +421,7 @@ class SwarmDispatcher:
             call, sent_at = late
             owner = self._book.owners.get(call.device)
             if owner is not None:  # a cancelled call would have taken longer than this
-                owner.pace.observe(call.outputs, end.at - sent_at)
+                owner.pace.observe_late(call.outputs, end.at - sent_at)
             if end.reply is None:
                 return
             self.stats.late += 1

@@ -80,6 +80,15 @@ class Pace:
         bucket.mean_s += SMOOTHING * (elapsed_s - bucket.mean_s)
         bucket.add(elapsed_s)
 
+    def observe_late(self, outputs: int, elapsed_s: float) -> None:
+        """Learn from a call that was answered after it had been given up.
+
+        A device that stood still says nothing of its pace by how long it stood, and one such latency would
+        keep calls away from it, or keep them waiting for it, long after. So it counts as twice the p95 at most;
+        a device that has become slow for good is known as such after a few of them all the same.
+        """
+        self.observe(outputs, min(elapsed_s, max(2 * self.p95_s(outputs), MIN_FAILOVER_S / 4)))
+
     def expected_s(self, outputs: int) -> float:
         """Expected latency of a call of that many outputs, nothing else outstanding."""
         found = self._nearest(outputs)

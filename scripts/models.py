@@ -32,7 +32,7 @@ Each is tested in this form: a tiny random checkpoint, saved by transformers its
 windows and served by two nodes; the logits of a prompt and of the tokens after it equal stock transformers
 within 1e-4 in fp32, and the greedy text is stock's, token for token or to a near-tie that is shown.
 
-- **packed**: all requests share one forward pass. **one by one**: one pass a request, side by side; their rows
+- **packed**: all requests share one forward pass. **one by one**: one pass a request, side by side; rows
   meet at each layer and travel together, one message a worker. Both give the same text whatever else runs.
 - **in chunks**: a long prompt is computed in pieces between other requests' steps; **whole**: in one piece.
 - Experts on disk: *one* tensor an expert and matrix, or *fused*, all experts of a layer in one tensor.

@@ -82,3 +82,22 @@ def test_hedges_stay_within_their_share_of_all_calls() -> None:
         taken += budget.take()
     assert taken == budget.hedges
     assert 40 <= taken <= 50
+
+
+def test_a_device_that_stood_still_is_not_taken_for_a_slow_one() -> None:
+    pace = Pace()
+    for _ in range(64):
+        pace.observe(8, 0.002)
+    for _ in range(4):  # 4 of 64: the p95 is one of them
+        pace.observe_late(8, 10.0)
+    assert pace.failover_s(8) == MIN_FAILOVER_S
+    assert pace.expected_s(8) < 0.07
+
+
+def test_a_device_that_has_become_slow_is_known_as_such_after_some_late_replies() -> None:
+    pace = Pace()
+    for _ in range(64):
+        pace.observe(8, 0.002)
+    for _ in range(24):
+        pace.observe_late(8, 0.6)
+    assert pace.p95_s(8) == pytest.approx(0.6)
