@@ -84,8 +84,8 @@ class Pace:
         """Learn from a call that was answered after it had been given up.
 
         A device that stood still says nothing of its pace by how long it stood, and one such latency would
-        keep calls away from it, or keep them waiting for it, long after. So it counts as twice the p95 at most;
-        a device that has become slow for good is known as such after a few of them all the same.
+        keep calls away from it, or keep them waiting for it, long after. So it counts as twice the p95 at
+        most; a device that has become slow for good is known as such after a few of them all the same.
         """
         self.observe(outputs, min(elapsed_s, max(2 * self.p95_s(outputs), MIN_FAILOVER_S / 4)))
 
