@@ -96,7 +96,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
                 http=cast(Any, None),
                 keys=lambda: key,
                 hash_window=cast(Any, None),
-                references=cast(Any, SimpleNamespace(numerics="n")),
+                references=cast(Any, SimpleNamespace(numerics="n", run=None)),
                 threads=threads,
                 rng=random.Random(1),
             )

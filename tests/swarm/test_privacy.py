@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    async def receive(self) -> bytes:
-        message: bytes = await self._session.receive()
-        self._delivered.append(bytes(message))
-        return message
+    def listen(self, handler: Callable[[bytes], None]) -> None:
+        def note(message: bytes) -> None:
+            self._delivered.append(bytes(message))
+            handler(message)
+
+        self._session.listen(note)
 
 
 async def test_a_worker_gets_references_ids_and_rows_and_the_relay_sees_none(
