@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
+from market import tables as t
 from market.client import MarketClient
 from market.messages import Heartbeat, LeaseBeat, RelayInfo, RelayListing, RelayReading
 from market.relays import RELAY_SILENCE_S, RelayBook
@@ -54,9 +56,14 @@ async def test_relays_are_listed_with_their_load_until_they_fall_silent(market: 
     await one.announce_relay("wss://one.example:8421", IDLE)
     assert (await _listed(market))["wss://one.example:8421"].load == IDLE
 
-    market.clock.ahead += RELAY_SILENCE_S - 10
+    async def age(seconds: float) -> None:
+        """As if so long had passed since relays were heard; PostgreSQL goes by a clock of its own."""
+        older = update(t.relays).values(seen_at=t.relays.c.seen_at - seconds)
+        await market.market._store.write(lambda session: session.run(older))
+
+    await age(RELAY_SILENCE_S - 10)
     await one.announce_relay("wss://one.example:8421", IDLE)
-    market.clock.ahead += 15
+    await age(15)
 
     async def gone() -> bool:
         return "https://two.example" not in await _listed(market)
