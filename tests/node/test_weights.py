@@ -271,14 +271,22 @@ async def test_endless_429_ends_at_patience(cache: WeightCache, http: aiohttp.Cl
 async def test_truncated_answers_keep_their_whole_chunks(
     cache: WeightCache, http: aiohttp.ClientSession
 ) -> None:
+    progress: list[tuple[int, int, float]] = []
+
     async def truncate(ask: Ask) -> web.StreamResponse | None:
-        if ask.count == 1:
-            # What is in the HTTP client's buffer when the connection ends is lost: more than that beyond it.
-            return await cut_off(ask, CHUNKS[0].nbytes + 700_000)()
-        return None
+        if ask.count > 1:
+            return None
+        response = web.StreamResponse(status=206, headers=ask.headers(Content_Length=str(len(ask.data))))
+        await response.prepare(ask.request)
+        await response.write(ask.data[: CHUNKS[0].nbytes + 1000])
+        await until(lambda: any(done >= CHUNKS[0].nbytes for done, _, _ in progress), timeout=30)
+        assert ask.request.transport is not None
+        ask.request.transport.close()
+        return response
 
     async with serving(FILES, truncate) as server:
-        check(await fetch(cache, http, [source_of(server)], streams=1, span_bytes=64 << 20))
+        sources = [source_of(server)]
+        check(await fetch(cache, http, sources, progress=progress, streams=1, span_bytes=64 << 20))
     assert server.asked[1][1] == CHUNKS[1].start  # the first chunk was whole and is not fetched again
 
 
