@@ -97,7 +97,8 @@ class Curves:
         parts = [text(12, 20, self.title, size=14, weight="bold"), *self._axes(across, up)]
         for number, (name, values) in enumerate(self.series.items()):
             colour = COLOURS[number % len(COLOURS)]
-            dash = " stroke-dasharray='5 3'" if name in self.dashed else ""
+            again = number >= len(COLOURS)  # the colours begin anew
+            dash = " stroke-dasharray='5 3'" if name in self.dashed or again else ""
             line = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in values)
             parts.append(
                 f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"
