@@ -310,7 +310,7 @@ class Engine:
                 kv_blocks_free=scheduler.free_blocks,
                 step_s=counters.step_s,
                 step_threads=self._alive,
-                micro_batches=self._pace.batches,
+                micro_batches=min(self._pace.batches, self.config.step_threads),
                 trips=counters.trips,
                 drafted=0 if drafting is None else drafting.drafted,
                 accepted=0 if drafting is None else drafting.accepted,

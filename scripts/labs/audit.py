@@ -498,7 +498,9 @@ def _picture(honest: list[Honest], cheats: list[Found]) -> str:
     curves = {f"honest {each.name}": points(each.d) for each in shown}
     named = [each for each in cheats if "float32" in each.name and each.share == 1.0]
     panels = [
-        Curves("d of honest replies", "d", "share of rows at most", curves, {"limit (stored)": honest[0].limit}),
+        Curves(
+            "d of honest replies", "d", "share of rows at most", curves, {"limit (stored)": honest[0].limit}
+        ),
         Curves(
             "d of cheats",
             "d",
