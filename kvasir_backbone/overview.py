@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
+from kvasir_node.standing import plain_fields
 from market.messages import CreditStatement, CreditTable, GapsAnswer, TrustAnswer, TrustRecord, credits_of
 from relay.identity import PublicKey, address_of
 from relay.meters import Meters
@@ -232,22 +233,8 @@ def show_credits(table: CreditTable) -> dict[str, Any]:
 
 def show_record(record: TrustRecord) -> dict[str, Any]:
     """One thing on record about a wallet; amounts in credits, times in Unix seconds."""
-    shown = {name: getattr(record, name) for name in _RECORD_FIELDS}
-    return {
-        "id": record.id.hex(),
-        "wallet": address_of(record.wallet),
-        "device": None if record.device is None else address_of(record.device),
-        "quarantine": None if record.quarantine is None else record.quarantine.hex(),
-        "amount": float(credits_of(record.amount)),
-        **shown,
-    }
-
-
-_RECORD_FIELDS: Final = (
-    "kind", "at", "reason", "window", "layer", "expert", "call", "d", "limit", "numerics", "precision",
-    "evidence", "number", "until", "for_good", "disputed_at", "dispute", "decided_at", "decision",
-    "decision_reason",
-)  # fmt: skip
+    amount = float(credits_of(record.amount))
+    return {**plain_fields(record), "wallet": address_of(record.wallet), "amount": amount}
 
 
 def show_trust(answer: TrustAnswer) -> dict[str, Any]:

@@ -98,16 +98,20 @@ _PLAIN: Final = (
 )  # fmt: skip
 
 
-def record_fields(record: TrustRecord) -> dict[str, Any]:
-    """One record as plain JSON values."""
+def plain_fields(record: TrustRecord) -> dict[str, Any]:
+    """What everybody is shown of a record, as plain JSON values; times in Unix seconds."""
     return {
         "id": record.id.hex(),
         "device": None if record.device is None else address_of(record.device),
         "quarantine": None if record.quarantine is None else record.quarantine.hex(),
-        "amount": str(credits_of(record.amount)),
         **{name: getattr(record, name) for name in _PLAIN},
-        "text": describe_record(record),
     }
+
+
+def record_fields(record: TrustRecord) -> dict[str, Any]:
+    """One record as plain JSON values."""
+    amount, text = str(credits_of(record.amount)), describe_record(record)
+    return {**plain_fields(record), "amount": amount, "text": text}
 
 
 def describe_record(record: TrustRecord) -> str:
