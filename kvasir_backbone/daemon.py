@@ -41,6 +41,7 @@ from relay.errors import ConfigError, KvasirError, Refused, Unreachable
 from relay.guard import ListenerGuard, bounded_rules
 from relay.identity import SignedDocument
 from relay.links import JoinLink
+from relay.loop import spare_memory
 from relay.server import FixedMarket, Relay
 
 from .addresses import close_door, local_urls, open_door
@@ -371,6 +372,7 @@ class _Daemon:
         model, engine, prompter = await loop.run_in_executor(
             self.threads, _build_engine, self.config, built, swarm, self._make_ranks(built)
         )
+        spare_memory()
         engine.start()
         backbone.model, backbone.engine = model, engine
         self.gateway.config = _gateway_config(self.config, created=int(time.time()))

@@ -542,7 +542,7 @@ class SwarmDispatcher:
 
     def _rivals(self, run: _Run, call: WorkerCall) -> tuple[Rival, ...]:
         """Some of the outputs of a call that lost its race, for comparison with what was accepted."""
-        return rivals_of(call, run.flight, lambda slot: run.out[slot], run.rows, self._rng)
+        return rivals_of(call, run.flight, run.out, run.rows, self._rng)
 
     def _compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
         if rivals and self._auditor is not None:

@@ -45,6 +45,9 @@ LOADING_BASE_S: Final = 60.0
 DEFAULT_RATE: Final = 1_000_000.0
 """Bytes a second assumed of a device whose rate is not measured yet."""
 
+REVOKED_REST_S: Final = 60.0
+"""A wallet whose lease was revoked is not offered that window again for so long."""
+
 SLOWEST_RATE: Final = 50_000.0
 """However slowly bytes arrive, a window must be loaded within `LOADING_BASE_S` + 2 x bytes / this."""
 

@@ -56,7 +56,7 @@ from .wallet import (
     sign_challenge,
 )
 from .windows import Window
-from .wire import Hash, LeaseId, RecordId, from_json, padding, to_json
+from .wire import Hash, LeaseId, MoveId, RecordId, from_json, padding, to_json
 
 PREFIX: Final = "/market/v1"
 SMALL_ANSWER: Final = 4 * 1024 * 1024
@@ -200,12 +200,17 @@ class MarketClient:
         return elapsed
 
     async def claim(
-        self, offer: m.Offer, *, numerics: str, start_generation: int, network: str = ""
+        self,
+        offer: m.Offer,
+        *,
+        numerics: str,
+        start_generation: int,
+        network: str = "",
+        move: MoveId | None = None,
     ) -> m.Lease:
-        """Take an offer. Raises `Refused` (conflict) if others were faster."""
-        request = m.ClaimRequest(
-            PROTOCOL_VERSION, offer.plan, offer.window, offer.precision, numerics, network, start_generation
-        )
+        """Take an offer, or that of a `move`. Raises `Refused` (conflict) if others were faster."""
+        taken = (offer.plan, offer.window, offer.precision)
+        request = m.ClaimRequest(PROTOCOL_VERSION, *taken, numerics, network, start_generation, move)
         answer = await self._post("/claims", request, m.LeaseGrant)
         claim = await self._check_claim(answer.document)
         self._check_same(claim, answer.id, answer.epoch, answer.plan, answer.window)
@@ -245,9 +250,16 @@ class MarketClient:
         """Give a lease back at once."""
         await self._post(f"/leases/{lease.hex()}/release", m.ReasonRequest(epoch, reason), m.LeaseStatus)
 
-    async def drain(self, lease: bytes, epoch: int, *, reason: str) -> m.LeaseStatus:
-        """Ask that no new calls come; release the lease when the last is served."""
-        return await self._post(f"/leases/{lease.hex()}/drain", m.ReasonRequest(epoch, reason), m.LeaseStatus)
+    async def drain(
+        self, lease: bytes, epoch: int, *, reason: str, move: MoveId | None = None
+    ) -> m.LeaseStatus:
+        """Ask that no new calls come; release the lease when the last is served.
+
+        With `move`, the move that gives it up: `Refused` (conflict) where nobody else covers the window now,
+        (busy) where too many moved within the last minute.
+        """
+        request = m.DrainRequest(epoch, reason, move)
+        return await self._post(f"/leases/{lease.hex()}/drain", request, m.LeaseStatus)
 
     # --- plans
 

@@ -10,6 +10,7 @@ from relay.errors import ConfigError
 
 from .claims import LeaseRules
 from .escrow import EscrowRules
+from .moving import MoveRules
 from .scarcity import ScarcityRules
 from .standing import ESCROW_CALLS, ESCROW_S
 from .wallet import normalise_url
@@ -45,6 +46,7 @@ class MarketConfig:
     escrow_s: float = ESCROW_S  # or so long after its wallet left
     release_s: float = 60.0  # pause between looks at what escrow may be released
     scarcity: ScarcityRules = field(default_factory=ScarcityRules)  # how targets are set
+    moving: MoveRules = field(default_factory=MoveRules)  # when replicas move to other windows
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:

@@ -28,7 +28,7 @@ from relay.identity import (
 )
 from relay.tickets import issue_ticket
 
-from . import admission, banking, following, judging, leasing, overview, publishing
+from . import admission, banking, following, judging, leasing, moves, overview, publishing
 from . import messages as m
 from . import relays as relaying
 from .config import MarketConfig
@@ -140,6 +140,7 @@ class Handlers:
             relays=tuple((url, key) for url, key, _ in self.relays.listed),
             claim_relays=self.relays.for_claims(),
             trusted_calls=self.config.trusted_calls,
+            move_rules=self.config.moving,
         )
 
     async def _as_device(self, call: Call, work: Callable[[Session, admission.Device], Any]) -> Any:
@@ -235,11 +236,15 @@ class Handlers:
     async def heartbeat(self, call: Call) -> m.HeartbeatAnswer:
         """POST /heartbeat."""
         desk, beat = self.desk(), call.body
-        statuses, notices = await self._as_device(call, lambda s, d: leasing.heartbeat(s, desk, d, beat))
+
+        def renew(session: Session, device: admission.Device) -> Any:
+            return *leasing.heartbeat(session, desk, device, beat), moves.offer_to(session, device.key)
+
+        statuses, notices, move = await self._as_device(call, renew)
         listed = [key for _, key in desk.relays]
         wanted = [key for key in relaying.used(beat.relays) if key in listed] or listed
         tickets = [self._ticket(call.signed_by, key, beat.start_generation) for key in wanted[:MAX_TICKETS]]
-        return m.HeartbeatAnswer(statuses, tuple(tickets), notices)
+        return m.HeartbeatAnswer(statuses, tuple(tickets), notices, move)
 
     async def ticket(self, call: Call) -> m.TicketAnswer:
         """POST /tickets."""

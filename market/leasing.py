@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
@@ -19,10 +19,11 @@ from relay.errors import Refused, version_refusal
 from relay.identity import PROTOCOL_VERSION, PublicKey, SignedDocument, SigningKey, address_of
 
 from . import messages as m
-from . import relays, volunteering
+from . import moves, relays, volunteering
 from . import tables as t
 from .admission import Device
 from .claims import (
+    REVOKED_REST_S,
     ClaimDocument,
     LeaseFacts,
     LeaseRules,
@@ -36,6 +37,8 @@ from .claims import (
     why_over,
 )
 from .escrow import last_quarantine
+from .movers import MoveDesk, stored_abilities
+from .moving import MoveRules
 from .plans import PlanId
 from .publishing import note_losses, require_plan, window_needs
 from .scarcity import ScarcityRules
@@ -49,9 +52,6 @@ log = structlog.get_logger("market")
 MAX_REASON: Final = 500
 MAX_QUARANTINE_S: Final = 10 * 365 * 86_400.0
 """A quarantine without end lasts so long."""
-
-REVOKED_REST_S: Final = 60.0
-"""A wallet whose lease was revoked is not offered that window again for so long."""
 
 KEEP_ENDED_S: Final = 86_400.0
 
@@ -70,7 +70,13 @@ class Desk:
     relays: tuple[tuple[str, PublicKey], ...]
     claim_relays: tuple[tuple[str, PublicKey], ...]
     trusted_calls: int = 1000
+    move_rules: MoveRules = field(default_factory=MoveRules)
     draw: Callable[[], float] = secrets.SystemRandom().random
+
+    @property
+    def moves(self) -> MoveDesk:
+        """What moves are decided with."""
+        return MoveDesk(self.move_rules, self.scarcity_rules, self.trusted_calls, self.draw)
 
 
 # --- asking ------------------------------------------------------------------------------------------------
@@ -84,6 +90,7 @@ def volunteer(session: Session, desk: Desk, device: Device, abilities: m.Abiliti
         "network": abilities.network[:128],
         "start_generation": generation,
         "seen_at": session.now,
+        "abilities": stored_abilities(abilities),
     }
     session.run(update(t.devices).where(t.devices.c.device == device.key).values(**facts))
     _end_older_starts(session, device, generation, keep=())
@@ -152,7 +159,12 @@ def claim(session: Session, desk: Desk, device: Device, request: m.ClaimRequest)
         raise Refused(
             "conflict", f"{request.window.name} has its {window.target} replicas: ask what is scarce"
         )
-    return _grant_lease(session, desk, device, request, window, kept, [row.slot for row in others])
+    if request.move is not None:
+        moves.take(session, device.key, request)
+    grant = _grant_lease(session, desk, device, request, window, kept, [row.slot for row in others])
+    if request.move is not None:
+        moves.note_lease(session, request.move, grant.id)
+    return grant
 
 
 def _same_claim(mine: Sequence[Any], device: Device, request: m.ClaimRequest) -> Any:
@@ -321,7 +333,10 @@ def _granted(row: Any, now: float) -> m.LeaseGrant:
 def heartbeat(
     session: Session, desk: Desk, device: Device, beat: m.Heartbeat
 ) -> tuple[tuple[m.LeaseStatus, ...], tuple[str, ...]]:
-    """Renew a device's leases; returns the state of each one named, and notices for the owner."""
+    """Renew a device's leases; returns the state of each one named, and notices for the owner.
+
+    What it says of moves is noted too; `moves.offer_to` has what it is asked.
+    """
     if beat.start_generation < device.start_generation:
         raise Refused("duplicate", "a newer start of this device is running; this one must stop")
     addresses = tuple(address[:512] for address in beat.addresses[:16])
@@ -352,6 +367,7 @@ def heartbeat(
         else:
             change = _Change(beat.start_generation, moved, rerouted, ends[row.grant])
             statuses.append(_renew(session, desk, row, item, change))
+    moves.decline(session, device.key, beat.declined)
     return tuple(statuses), _notices(session, device)
 
 
@@ -446,9 +462,15 @@ def prove(session: Session, desk: Desk, lease: bytes, request: m.ProvenRequest) 
 
 
 def drain(
-    session: Session, desk: Desk, device: Device, lease: bytes, request: m.ReasonRequest
+    session: Session, desk: Desk, device: Device, lease: bytes, request: m.DrainRequest
 ) -> m.LeaseStatus:
-    """To DRAINING: the device asks for no new calls. Sending it again changes nothing."""
+    """To DRAINING: the device asks for no new calls. Sending it again changes nothing.
+
+    Where it names a move, that is checked first: a window's last replica does not move.
+    """
+    row = _one(session, lease)
+    if request.move is not None and row is not None and row.state != "DRAINING":
+        moves.check_leaving(session, desk.move_rules, device.key, row, request.move)
     row = _own(session, device, lease, request.epoch)
     if row.state == "DRAINING":
         return _status(row, session.now)

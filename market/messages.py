@@ -18,11 +18,16 @@ from relay.load import RelayLoad
 from .plans import PlanId
 from .wallet import Grant
 from .windows import Window
-from .wire import BackboneId, Hash, LeaseId, RecordId
+from .wire import BackboneId, Hash, LeaseId, MoveId, RecordId
 
 LeaseState = Literal["HELD", "LOADED", "PROVEN", "DRAINING", "ENDED"]
 """HELD: claimed, loading. LOADED: the device says so. PROVEN: a real call gave the right answer.
 DRAINING: no new calls. ENDED: released, expired or revoked, with a reason."""
+
+MoveState = Literal["offered", "taken", "moved", "declined", "ignored", "overtaken", "failed"]
+"""offered: the device is asked. taken: it has claimed the new window. moved: that one is proven.
+declined: the device said no. ignored: it did not answer. overtaken: the move is no longer needed, or its
+lease is over. failed: the new window was not proven; what the device held before it may have kept or not."""
 
 CREDIT_BYTES: Final = 1_000_000
 """One credit is a million carried bytes."""
@@ -137,7 +142,8 @@ class Abilities:
     `precisions` are in its order of preference; `numerics` names its numerics class at each; `formulas`
     are the gate formulas it executes (empty: not said); `network` is a name that devices behind one
     connection share. `start_generation`, where given, ends the leases of the device's earlier starts.
-    `cached` lists windows whose bytes it has already: the market prefers them among equals.
+    `cached` lists windows whose bytes it has already: the market prefers them among equals. `moves`: whether
+    it understands a `MoveOffer`.
     """
 
     budget_bytes: int
@@ -148,6 +154,7 @@ class Abilities:
     formulas: tuple[str, ...]
     start_generation: int = 0
     cached: tuple[tuple[PlanId, Window], ...] = ()
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +186,9 @@ class VolunteerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Takes an offer. `numerics` is the device's numerics class at that precision."""
+    """Takes an offer. `numerics` is the device's numerics class at that precision; `move` names the move that
+    the claim is part of, if it is.
+    """
 
     v: int
     plan: PlanId
@@ -188,6 +197,7 @@ class ClaimRequest:
     numerics: str
     network: str
     start_generation: int
+    move: MoveId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,15 +252,37 @@ class RelayReading:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveOffer:
+    """Asks a device to give `lease` up for a window that is needed more. Only `move` in its claim takes it.
+
+    What is not taken within `within_s` is off.
+    """
+
+    id: MoveId
+    lease: LeaseId
+    offer: Offer
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeclinedMove:
+    """A device does not take a move, and says why."""
+
+    move: MoveId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Renews all leases of a device. `addresses` are URLs at which it may be dialled directly, `relays` the
-    relays it has looked at, those it uses first and in its order.
+    relays it has looked at, those it uses first and in its order, `declined` the moves that it does not take.
     """
 
     start_generation: int
     leases: tuple[LeaseBeat, ...] = ()
     addresses: tuple[str, ...] = ()
     relays: tuple[RelayReading, ...] = ()
+    declined: tuple[DeclinedMove, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +298,14 @@ class LeaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """The state of each lease named, fresh relay tickets, and what the owner should know."""
+    """The state of each lease named, fresh relay tickets, what the owner should know, and the move that the
+    device is asked to make, if any.
+    """
 
     leases: tuple[LeaseStatus, ...]
     tickets: tuple[SignedDocument, ...]
     notices: tuple[str, ...]
+    move: MoveOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +335,21 @@ class LoadedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReasonRequest:
-    """Ends or drains a lease, saying why."""
+    """Ends a lease, saying why."""
 
     epoch: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequest:
+    """Drains a lease, saying why. With `move`, the move that gives the lease up, it is refused where no other
+    live, proven replica covers the window (conflict), or too many moved within the last minute (busy).
+    """
+
+    epoch: int
+    reason: str
+    move: MoveId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -671,11 +717,31 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveRow:
+    """One move of a replica from window `leaves` to window `takes`, offered `age_s` ago.
+
+    `reason` says why it was offered, and for one that has ended otherwise than `moved` why it did.
+    """
+
+    plan: PlanId
+    leaves: Window
+    to_plan: PlanId
+    takes: Window
+    state: MoveState
+    reason: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GapsAnswer:
-    """All windows of the active plans, scarcest first. `coverage` is the share with a proven replica."""
+    """All windows of the active plans, scarcest first. `coverage` is the share with a proven replica.
+
+    `moves` are the moves of the last hour, the latest first, 100 at most.
+    """
 
     coverage: float
     gaps: tuple[Gap, ...]
+    moves: tuple[MoveRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 from relay.identity import PublicKey
 
 from . import messages as m
-from . import relays
+from . import moves, relays
 from . import tables as t
 from .claims import as_state
 from .plans import PlanId
@@ -45,6 +45,7 @@ def gaps(session: Session, rules: ScarcityRules) -> m.GapsAnswer:
             )
             for need in needs
         ),
+        moves.recent_moves(session),
     )
 
 

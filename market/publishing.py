@@ -276,8 +276,8 @@ def note_losses(session: Session, plan: bytes, *, lost: int, proven: int) -> Non
     session.run(update(t.losses).where(t.losses.c.plan == plan).values(**values))
 
 
-def set_targets(session: Session, rules: ScarcityRules) -> None:
-    """Move every active window's target to what demand and losses call for."""
+def set_targets(session: Session, rules: ScarcityRules) -> list[WindowNeed]:
+    """Move every active window's target to what demand and losses call for; the needs as they were before."""
     needs = window_needs(session, rules)
     by_plan: dict[bytes, list[WindowNeed]] = {}
     for need in needs:
@@ -293,3 +293,4 @@ def set_targets(session: Session, rules: ScarcityRules) -> None:
             if target != need.target:
                 here = (t.windows.c.plan == plan) & (t.windows.c.name == need.window.name)
                 session.run(update(t.windows).where(here).values(target=target))
+    return needs

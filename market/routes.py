@@ -66,7 +66,7 @@ ROUTES: Final[tuple[Route, ...]] = (
         "device",
         "No new calls, please",
         m.LeaseStatus,
-        m.ReasonRequest,
+        m.DrainRequest,
     ),
     Route(
         "POST",

@@ -28,7 +28,7 @@ from relay.guard import ListenerGuard, bounded_rules
 from relay.identity import PublicKey, SerialBook
 from relay.links import JoinLink
 
-from . import admission, escrow, judging, leasing, overview, publishing
+from . import admission, escrow, judging, leasing, movers, moves, overview, publishing
 from . import messages as m
 from . import relays as relaying
 from . import tables as t
@@ -213,14 +213,18 @@ class Market:
             if targets:
                 publishing.retire_plans(session, self.config.plan_silence_s)
                 leasing.drain_retired(session, self._handlers.desk())
-                publishing.set_targets(session, self.config.scarcity)
+                movers.note_shortages(session, publishing.set_targets(session, self.config.scarcity))
                 leasing.forget_ended(session)
+                moves.forget_old(session)
                 admission.purge(session)
             revisions = session.rows(select(t.plans.c.plan, t.plans.c.revision))
             seen = relaying.round_trips(session) if targets else None
             return relaying.announced_relays(session), seen, {row.plan: row.revision for row in revisions}
 
         announced, round_trips, revisions = await self._store.write(work)
+        if targets:  # on its own: whoever counts moves waits for other replicas of this market
+            desk = self._handlers.desk().moves
+            await self._store.write(lambda session: moves.propose(session, desk))
         self._relays.refresh(announced, round_trips)
         changed = [plan for plan, number in revisions.items() if self._revisions.get(plan) != number]
         self._revisions = revisions
@@ -350,6 +354,9 @@ class Market:
             f'kvasir_market_requests_total{{route="{route}",outcome="{outcome}"}} {count}'
             for (route, outcome), count in sorted(self._counted.items())
         ]
+        lines.append("# TYPE kvasir_market_moves gauge")
+        moved = await self._store.read(moves.moves_by_state)
+        lines += [f'kvasir_market_moves{{state="{state}"}} {n}' for state, n in sorted(moved.items())]
         lines.append("# TYPE kvasir_market_watches gauge")
         lines.append(f"kvasir_market_watches {self._handlers.watchers.count}")
         return "\n".join(lines) + "\n"

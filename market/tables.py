@@ -106,6 +106,7 @@ devices = Table(
     Column("relays", JSON, nullable=True),
     _time("rate", nullable=True),
     _time("seen_at", index=True),
+    Column("abilities", JSON, nullable=True),
 )
 
 operators = Table(
@@ -159,6 +160,7 @@ windows = Table(
     _integer("download_bytes"),
     Column("kept_bytes", JSON, nullable=False),
     Column("formulas", JSON, nullable=False),
+    _time("short_since", nullable=True),
 )
 
 demand = Table(
@@ -223,6 +225,28 @@ leases = Table(
     Index("ix_leases_device_state", "device", "state"),
     Index("ix_leases_wallet_state", "wallet", "state"),
     Index("ix_leases_state_ended_at", "state", "ended_at"),
+)
+
+moves = Table(
+    "moves",
+    metadata,
+    _bytes("id", primary_key=True),
+    _bytes("device", index=True),
+    _bytes("lease"),
+    _bytes("from_plan"),
+    _name("from_name", 64),
+    _bytes("plan"),
+    _name("name", 64),
+    _name("precision", 16),
+    _integer("kept_bytes"),
+    _integer("download_bytes"),
+    Column("reason", Text, nullable=False),
+    _name("state", 16, index=True),
+    _time("offered_at", index=True),
+    _time("until"),
+    _bytes("taken_lease", nullable=True),
+    _time("left_at", nullable=True),
+    _time("ended_at", nullable=True),
 )
 
 losses = Table(

@@ -72,6 +72,11 @@ def answer(
     return VolunteerAnswer(tuple(offers[:MAX_OFFERS]), offers[0].reason, SOON_S, _wanted(new))
 
 
+def best_fit(abilities: Abilities, need: WindowNeed, free: int) -> Offer | None:
+    """The window at the first of the device's precisions that fits `free` bytes; None if it cannot be served."""
+    return None if _able(abilities, need) is not None else _fit(abilities, need, free)
+
+
 def quarantine_message(left_s: float, reason: str) -> str:
     """What a device of a wallet in quarantine is told."""
     left = "for good" if left_s > YEARS_S else f"for {left_s:.0f} s more"

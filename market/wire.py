@@ -36,6 +36,9 @@ BackboneId = NewType("BackboneId", bytes)
 RecordId = NewType("RecordId", bytes)
 """The 16 random bytes that name a record about a wallet."""
 
+MoveId = NewType("MoveId", bytes)
+"""The 16 random bytes that name a move of a replica."""
+
 MAX_TEXT: Final = 4096
 MAX_ITEMS: Final = 200_000
 MAX_INTEGER: Final = (1 << 63) - 1
@@ -201,6 +204,7 @@ _SIMPLE: Final[Mapping[Any, _Codec]] = {
     LeaseId: _hexadecimal(16),
     BackboneId: _hexadecimal(16),
     RecordId: _hexadecimal(16),
+    MoveId: _hexadecimal(16),
     PublicKey: _Codec(address_of, _decode_key, _BASE58),
     ExchangePublic: _hexadecimal(32),
     Window: _Codec(lambda window: window.name, _decode_window, {"type": "string"}),

@@ -27,12 +27,16 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from tests.support import stacks
+
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 ON_EACH_LOOP = frozenset({"relay", "swarm"})
 """Folders whose tests depend on how an event loop treats sockets."""
 
 OPTIONAL = "optional: "
 """A skip whose reason begins so is allowed in CI; any other skip fails there."""
+
+stacks.install()
 
 # A busy machine is no finding: no time limit for one example.
 settings.register_profile("kvasir", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -85,11 +85,9 @@ def test_of_a_large_call_some_outputs_are_compared_each_with_its_own() -> None:
     assert isinstance(first, Send)
     assert isinstance(hedge, Send)
     rows, out = torch.randn(40, 16), torch.randn(80, 16)
-    assert (
-        rivals_of(first.call, flight, lambda slot: out[slot], rows, random.Random(1)) == ()
-    )  # no winner yet
+    assert rivals_of(first.call, flight, out, rows, random.Random(1)) == ()  # no winner yet
     flight.got_reply(hedge.call.id, 0.1)
-    found = rivals_of(first.call, flight, lambda slot: out[slot], rows, random.Random(1))
+    found = rivals_of(first.call, flight, out, rows, random.Random(1))
     assert len(found) == MAX_OUTPUTS
     for each in found:
         row, place = divmod(each.place, 2)  # a part's outputs are row after row
