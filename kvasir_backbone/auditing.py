@@ -38,7 +38,7 @@ _log = structlog.get_logger("backbone")
 MAX_QUEUED: Final = 32
 """Samples waiting to be recomputed; further ones are dropped, and counted."""
 
-CPU_EVERY: Final = 8
+CPU_EVERY: Final = 64
 """The process's CPU time is read at every so many calls: all threads of it are asked for theirs."""
 
 MAX_WAITING: Final = 64
@@ -193,7 +193,9 @@ class SampledAuditor:
             if self._offered % CPU_EVERY == 1:
                 self._seen_cpu = self._cpu()
             self._budget.call(self._seen_cpu)
-            trust = self._trust.setdefault(replica.wallet, Trust())
+            trust = self._trust.get(replica.wallet)
+            if trust is None:
+                trust = self._trust[replica.wallet] = Trust()
             if not trust.wants_audit(self._rng, self._budget.afford) or not self._has_room():
                 return
             self._budget.drawn()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -168,9 +168,13 @@ class _Chain:
 
 
 class CreditBook:
-    """What every device earned, and which receipts are due. Safe to use from several threads."""
+    """What every device earned, and which receipts are due. Safe to use from several threads.
+
+    Who pays may put it off a little: `before_reading` is then what has it paid now.
+    """
 
     def __init__(self) -> None:
+        self.before_reading: Callable[[], None] = _nothing_owed
         self._lock = threading.Lock()
         self._chains: dict[PublicKey, _Chain] = {}
         self.paid_bytes = 0
@@ -201,11 +205,13 @@ class CreditBook:
 
     def set_wallet(self, device: PublicKey, wallet: PublicKey) -> None:
         """The device has been granted to another wallet: receipts from now on are for that one."""
+        self.before_reading()
         with self._lock:
             self._chains[device].wallet = wallet
 
     def forget(self, device: PublicKey) -> bool:
         """Forget a chain with nothing unsigned; `open` continues it from its last receipt. False if kept."""
+        self.before_reading()
         with self._lock:
             chain = self._chains.get(device)
             if chain is not None and (chain.signing or chain.unsigned_since is not None):
@@ -247,6 +253,7 @@ class CreditBook:
 
     def due(self, now: float) -> list[PublicKey]:
         """The devices whose next receipt is to be signed now."""
+        self.before_reading()
         with self._lock:
             return [
                 device
@@ -256,11 +263,13 @@ class CreditBook:
 
     def unsigned(self) -> list[PublicKey]:
         """The devices that earned something since their last receipt: a drain signs for all of them."""
+        self.before_reading()
         with self._lock:
             return [device for device, chain in self._chains.items() if chain.unsigned_since is not None]
 
     def next_statement(self, device: PublicKey) -> Statement:
         """The next receipt's contents. `signed` or `not_signed` must follow; paying goes on meanwhile."""
+        self.before_reading()
         with self._lock:
             chain = self._chains[device]
             while len(chain.leases) > MAX_LEASES:
@@ -306,11 +315,17 @@ class CreditBook:
 
     def totals(self, device: PublicKey) -> tuple[int, int]:
         """(bytes, calls) of the device so far, signed or not; zeros if it is not known."""
+        self.before_reading()
         with self._lock:
             chain = self._chains.get(device)
             return (0, 0) if chain is None else (chain.nbytes, chain.calls)
 
     def all_totals(self) -> dict[PublicKey, tuple[int, int]]:
         """(bytes, calls) of every device known here."""
+        self.before_reading()
         with self._lock:
             return {device: (chain.nbytes, chain.calls) for device, chain in self._chains.items()}
+
+
+def _nothing_owed() -> None:
+    """Whoever pays this book does it at once."""

@@ -2,7 +2,8 @@
 
 `dispatch` blocks its step thread on one queue of facts: replies, failures and timeouts. Messages are made
 and replies are checked in that thread; the event loop only moves bytes. Every accepted output is paid by
-the credit book and may be audited; a row that could not be computed fails alone.
+the credit book and may be audited; a row that could not be computed fails alone. What nobody waits for, such
+as paying, is put off until the thread waits for its next reply, or somebody reads the book.
 
 Knows rows, calls and outputs. Knows no sockets (see `Lines`), no market and no router: it returns expert
 outputs, and combining them is the engine's.
@@ -16,10 +17,11 @@ import queue
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import structlog
@@ -50,6 +52,9 @@ MAX_LATE: Final = 4096
 
 MAX_SUSPECTS: Final = 4
 """Outputs outside the norm band that are recomputed before a reply is taken; the worst are as good as any."""
+
+MAX_OWED: Final = 64
+"""Replies whose payment is put off; one more, and all of them are paid at once."""
 
 STALE: Final = frozenset({"stale_epoch", "not_mine"})
 """Refusals that concern the leases of a call and nothing else that the device holds."""
@@ -252,6 +257,8 @@ class SwarmDispatcher:
         self._kept = Kept()
         self._sent: dict[int, float] = {}
         self._demand: Counter[int] = Counter()
+        self._owed: deque[Callable[[], None]] = deque()
+        book.before_reading = self.settle
         self._blocks: dict[tuple[int, int, bool], int] = {}
         self._chatty = _log.is_enabled_for(logging.DEBUG)
 
@@ -271,6 +278,10 @@ class SwarmDispatcher:
         """From the first instructions to the end of every part."""
         flight, started = run.flight, self._clock()
         with self._book.lock:
+            self.stats.dispatches += 1
+            self.stats.rows += len(run.metered)
+            for part in flight.parts:
+                self._demand[part.window] += len(part.rows)
             todo = flight.start(started)
         while True:
             self._carry_out(run, todo)
@@ -305,11 +316,6 @@ class SwarmDispatcher:
             min_failover_s=self._min_failover_s,
             block=self._block(layer, k, weighted),
         )
-        with self._book.lock:
-            self.stats.dispatches += 1
-            self.stats.rows += n
-            for part in flight.parts:
-                self._demand[part.window] += len(part.rows)
         metered = [key.metered for key in keys]
         return _Run(flight, layer, rows, k, metered, deadline, queue.SimpleQueue(), weights)
 
@@ -328,6 +334,8 @@ class SwarmDispatcher:
 
     def _wait(self, run: _Run) -> list[Instruction]:
         """The next fact, and what the planner makes of it."""
+        if self._owed:
+            self.settle()
         pause = run.flight.next_deadline() - self._clock()
         try:
             end = run.facts.get(timeout=pause) if pause > 0 else run.facts.get_nowait()
@@ -363,13 +371,12 @@ class SwarmDispatcher:
 
     def _carry_out(self, run: _Run, todo: Sequence[Instruction]) -> None:
         for item in todo:
-            match item:
-                case Send(call):
-                    self._send(run, call)
-                case Trip(device, reason):
-                    self._trip(device, reason)
-                    with self._book.lock:
-                        self.stats.outcomes["late"] += 1
+            if isinstance(item, Send):
+                self._send(run, item.call)
+            elif isinstance(item, Trip):
+                self._trip(item.device, item.reason)
+                with self._book.lock:
+                    self.stats.outcomes["late"] += 1
         for item in todo:  # after the messages are out, so that workers compute meanwhile
             if isinstance(item, RunFallback):
                 self._run_fallback(run, item.parts)
@@ -389,17 +396,17 @@ class SwarmDispatcher:
                 weights=self._weights_of(run, call),
             )
         )
-        with self._book.lock:
-            self.stats.calls += 1
-            self.stats.device_calls[call.device] += 1
-            self._sent[call.id] = self._clock()
+        self._sent[call.id] = self._clock()
         self._lines.submit(
             call.device,
             call.id,
             message,
-            lambda end: self._deliver(run.facts, end),
+            partial(self._deliver, run.facts),
             answer_bytes=reply_bytes(_reply_rows(run, call), self._plan.row_bytes),
         )
+        with self._book.lock:  # while the worker computes
+            self.stats.calls += 1
+            self.stats.device_calls[call.device] += 1
 
     def _weights_of(self, run: _Run, call: WorkerCall) -> memoryview | None:
         """The combine weights that the call carries, in the order of its ids; None where it carries none."""
@@ -501,20 +508,44 @@ class SwarmDispatcher:
             if len(taken) < len(call.groups):
                 self._compare(self._rivals(run, call), outputs)
         weighted = run.weights is not None
-        shares = carried(call, flight.parts, taken, run.metered, self._plan.row_bytes, weighted=weighted)
+        self._owed.append(partial(self._pay, call, flight, taken, run.metered, at, weighted=weighted))
+        if len(self._owed) > MAX_OWED:
+            self.settle()
+        return todo
+
+    def settle(self) -> None:
+        """Do what was put off. Safe to call from any thread."""
+        while self._owed:
+            try:
+                work = self._owed.popleft()
+            except IndexError:  # another thread was faster
+                return
+            work()
+
+    def _pay(
+        self,
+        call: WorkerCall,
+        flight: Flight,
+        taken: Collection[int],
+        metered: Sequence[bool],
+        at: float,
+        *,
+        weighted: bool,
+    ) -> None:
+        """What a reply earned with the parts `taken` from it, into the book."""
+        shares = carried(call, flight.parts, taken, metered, self._plan.row_bytes, weighted=weighted)
         if shares:
-            self._credit.pay(call.device, call.id, run.layer, shares, at)
+            self._credit.pay(call.device, call.id, call.layer, shares, at)
         if self._chatty:
             _log.debug(
                 "call.returned",
                 outcome="completed" if taken else "hedge_lost",
                 device=address_of(call.device),
-                layer=run.layer,
+                layer=call.layer,
                 rows=len(call.rows),
                 outputs=call.outputs,
                 bytes=sum(share.nbytes for share in shares),
             )
-        return todo
 
     def _store(self, run: _Run, call: WorkerCall, outputs: Tensor, taken: Collection[int]) -> None:
         """Put the outputs of the parts taken where they belong."""

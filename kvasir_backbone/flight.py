@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -247,7 +248,7 @@ class Flight:
         self._min_failover_s = min_failover_s
         self._block = block
         self._attempts: dict[int, _Attempt] = {}
-        self._tried: dict[int, set[PublicKey]] = {index: set() for index in range(len(self.parts))}
+        self._tried: defaultdict[int, set[PublicKey]] = defaultdict(set)
         self._retry_at: dict[int, float] = {}
         self._given_up: list[WorkerCall] = []
 

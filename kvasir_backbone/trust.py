@@ -114,6 +114,9 @@ def _judge(standing: Standing, d: float, limit: float) -> tuple[Standing, Verdic
     return replace(after, violations=()), Verdict(reason, gross=False)
 
 
+_ACCEPTED: Final = CallAccepted()
+
+
 class Trust:
     """The standing of one wallet as it moves; not safe to use from several threads at once."""
 
@@ -151,7 +154,7 @@ class Trust:
     ) -> bool:
         """Count one valid call, and decide whether it is audited. `afford` lowers the rate to what can be."""
         rate = afford(self.sample_rate())
-        self.standing, _ = step(self.standing, CallAccepted())
+        self.standing, _ = step(self.standing, _ACCEPTED)
         return rate >= 1.0 or rng.random() < rate
 
     def verdict(self, d: float, limit: float) -> str | None:

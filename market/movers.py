@@ -214,7 +214,16 @@ def _rests(session: Session, rules: MoveRules) -> dict[bytes, float]:
 
 
 def _mover(row: Any, free: int, taken: frozenset[tuple[PlanId, Window]], rests_until: float) -> Mover:
-    said = {name: tuple(texts) for name, texts in row.abilities.items()}
+    said = row.abilities
+    abilities = m.Abilities(
+        budget_bytes=row.budget_bytes,
+        precisions=tuple(said["precisions"]),
+        wire_dtypes=tuple(said["wire_dtypes"]),
+        numerics={},
+        network=row.device_network,
+        formulas=tuple(said["formulas"]),
+        moves=True,
+    )
     return Mover(
         lease=LeaseId(row.lease),
         device=PublicKey(row.device),
@@ -223,7 +232,7 @@ def _mover(row: Any, free: int, taken: frozenset[tuple[PlanId, Window]], rests_u
         precision=row.precision,
         kept_bytes=row.kept_bytes,
         free_bytes=free,
-        abilities=m.Abilities(row.budget_bytes, numerics={}, network=row.device_network, moves=True, **said),
+        abilities=abilities,
         taken=taken,
         rests_until=rests_until,
     )

@@ -73,7 +73,7 @@ def answer(
 
 
 def best_fit(abilities: Abilities, need: WindowNeed, free: int) -> Offer | None:
-    """The window at the first of the device's precisions that fits `free` bytes; None if it cannot be served."""
+    """The window at the first of the device's precisions that fits `free` bytes; None if there is none."""
     return None if _able(abilities, need) is not None else _fit(abilities, need, free)
 
 
