@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-SHARE: Final = 0.009
+SHARE: Final = 0.0075
 """The part of the process's CPU time that audits may take. The promise is 1 %; the rest is for what a figure
 that is measured afterwards is off by."""
 

@@ -53,6 +53,9 @@ MAX_LATE: Final = 4096
 MAX_SUSPECTS: Final = 4
 """Outputs outside the norm band that are recomputed before a reply is taken; the worst are as good as any."""
 
+SENDING_S: Final = 200e-6
+"""About what the event loop takes to send a message."""
+
 MAX_OWED: Final = 64
 """Replies whose payment is put off; one more, and all of them are paid at once."""
 
@@ -334,11 +337,8 @@ class SwarmDispatcher:
 
     def _wait(self, run: _Run) -> list[Instruction]:
         """The next fact, and what the planner makes of it."""
-        if self._owed:
-            self.settle()
-        pause = run.flight.next_deadline() - self._clock()
         try:
-            end = run.facts.get(timeout=pause) if pause > 0 else run.facts.get_nowait()
+            end = self._next_fact(run)
         except queue.Empty:
             with self._book.lock:
                 todo = run.flight.handle_timeout(self._clock(), self._lines.roster())
@@ -361,6 +361,23 @@ class SwarmDispatcher:
         self._note_failure(call, code, reason)
         with self._book.lock:
             return run.flight.got_failure(call.id, self._clock())
+
+    def _next_fact(self, run: _Run) -> CallEnd:
+        """The next fact, waited for until the planner's next deadline. Raises `queue.Empty`.
+
+        What is owed is done meanwhile: not at once, since the event loop has the message to send first, and
+        only one thread of a process runs Python.
+        """
+        pause = run.flight.next_deadline() - self._clock()
+        if pause <= 0:
+            return run.facts.get_nowait()
+        if self._owed and pause > SENDING_S:
+            try:
+                return run.facts.get(timeout=SENDING_S)
+            except queue.Empty:
+                self.settle()
+                pause = max(0.0, run.flight.next_deadline() - self._clock())
+        return run.facts.get(timeout=pause)
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -396,7 +413,10 @@ class SwarmDispatcher:
                 weights=self._weights_of(run, call),
             )
         )
-        self._sent[call.id] = self._clock()
+        with self._book.lock:
+            self.stats.calls += 1
+            self.stats.device_calls[call.device] += 1
+            self._sent[call.id] = self._clock()
         self._lines.submit(
             call.device,
             call.id,
@@ -404,9 +424,6 @@ class SwarmDispatcher:
             partial(self._deliver, run.facts),
             answer_bytes=reply_bytes(_reply_rows(run, call), self._plan.row_bytes),
         )
-        with self._book.lock:  # while the worker computes
-            self.stats.calls += 1
-            self.stats.device_calls[call.device] += 1
 
     def _weights_of(self, run: _Run, call: WorkerCall) -> memoryview | None:
         """The combine weights that the call carries, in the order of its ids; None where it carries none."""

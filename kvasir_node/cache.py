@@ -364,13 +364,19 @@ class WeightCache:
     def _stem(self, plan_id: PlanId, window: Window) -> Path:
         return self._folder / plan_id.hex() / window.name.replace("/", "_")
 
-    def check_room(self, plan_id: PlanId, window: Window, need: int) -> None:
-        """Raise `CacheFull` if `open` could not make room for a window of `need` bytes. Changes nothing."""
+    def check_room(
+        self, plan_id: PlanId, window: Window, need: int, *, freed: tuple[PlanId, Window] | None = None
+    ) -> None:
+        """Raise `CacheFull` if `open` could not make room for a window of `need` bytes. Changes nothing.
+
+        `freed` is a window that is to be let go before, although it is in use now.
+        """
         stem = self._stem(plan_id, window)
+        pins = self._pins.keys() - ({self._stem(*freed)} if freed is not None else set())
         self._check_cap(need)
         with self._lock:
             own, others = _size(stem), [cached for cached in self.windows() if cached.path != stem]
-            pinned = sum(cached.size for cached in others if cached.path in self._pins)
+            pinned = sum(cached.size for cached in others if cached.path in pins)
         evictable = sum(cached.size for cached in others) - pinned
         free = shutil.disk_usage(self._folder).free + own + evictable
         if own != need and (pinned + need > self.cap_bytes or free - need < self._reserve):

@@ -42,6 +42,7 @@ from .listening import Listener
 from .loading import Loader
 from .locks import FolderLock
 from .measuring import Speed, kernel_name, measure_link, measure_machine
+from .moving import Mover
 from .pausing import Pausing
 from .receipts import ReceiptBook
 from .recomputing import Recomputer
@@ -106,6 +107,7 @@ class Node:
         self._listener: Listener
         self._tenancy: Tenancy
         self._volunteer: Volunteer
+        self._mover: Mover
         self._standing: Standing
         self._threads: ThreadPoolExecutor
         self._accelerator: torch.device | None = None
@@ -210,7 +212,7 @@ class Node:
             rng=self._rng,
         )
         self._volunteer = Volunteer(
-            lambda: Offering(config.precision, self._budget, self._network, self._generation),
+            self._offering,
             lambda: self._member,
             lambda: self._loader,
             tenancy=self._tenancy,
@@ -221,8 +223,22 @@ class Node:
             sign_in=lambda: self._join(fresh=True),
             rng=self._rng,
         )
+        self._mover = Mover(
+            self._offering,
+            lambda: self._member,
+            lambda: self._loader,
+            tenancy=self._tenancy,
+            pausing=self._pausing,
+            status=status,
+            claiming=self._volunteer.claiming,
+            rng=self._rng,
+        )
         self._standing = Standing(lambda: self._member.market, status, rng=self._rng)
         status.balance, status.counters = intake.balance, self._counters
+
+    def _offering(self) -> Offering:
+        """What this device offers now."""
+        return Offering(self._config.precision, self._budget, self._network, self._generation)
 
     def _local(self) -> bool:
         """Whether the market is on this machine, reached by loopback."""
@@ -285,6 +301,7 @@ class Node:
         """Everything at once until `stop`; a failure that the owner must mend ends it too."""
         async with asyncio.TaskGroup() as group:
             claiming = group.create_task(self._volunteer.run(group))
+            moving = group.create_task(self._mover.run(group))
             pausing = group.create_task(self._pausing.run())
             others = [
                 group.create_task(self._circuits.run()),
@@ -297,6 +314,7 @@ class Node:
             ]
             await stop.wait()
             claiming.cancel()
+            moving.cancel()
             pausing.cancel()
             await self._leave()
             for task in others:

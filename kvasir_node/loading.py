@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterator, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random
@@ -26,12 +26,13 @@ from market.client import MarketClient
 from market.messages import Lease, Offer
 from market.plans import Plan, PlanId
 from market.requests import sign_request
+from market.windows import Window
 from relay.errors import ConfigError, KvasirError, Refused, Unreachable
 from relay.identity import SigningKey
 
 from . import kernels
 from .accelerator import choose_accelerated, device_memory
-from .cache import WeightCache, WindowBytes
+from .cache import CacheFull, WeightCache, WindowBytes
 from .config import NodeConfig, format_size
 from .device import cgroup_memory
 from .execution import choose_execution, numerics_class
@@ -53,6 +54,17 @@ class MemoryShort(KvasirError):  # noqa: N818 - a state of the machine, not a fa
     """The window does not fit in the memory that is free now."""
 
     code = "quota"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Another window makes room for the one that is loaded: `make` lets it go, and raises where it may not.
+
+    `first`: before anything is fetched, for the disk has no room for both; else once all bytes are here.
+    """
+
+    make: Callable[[], Awaitable[None]]
+    first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,29 +143,64 @@ class Loader:
 
         Raises `WontFit` (budget, memory) or `CacheFull` (disk), saying what the owner can do.
         """
+        await self._check_memory_and_budget(offer, budget_left, freed=0)
+        await self._check_disk(offer)
+
+    async def check_instead(self, offer: Offer, *, budget_left: int, old: Lease, old_kept: int) -> bool:
+        """Whether the offered window fits this machine once `old`, which keeps `old_kept` bytes, is let go.
+
+        True if the disk has room for both windows' bytes at once. Raises as `check` does.
+        """
+        await self._check_memory_and_budget(offer, budget_left, freed=old_kept)
+        try:
+            await self._check_disk(offer)
+        except CacheFull:
+            await self._check_disk(offer, freed=(old.plan, old.window))
+            return False
+        return True
+
+    async def _check_memory_and_budget(self, offer: Offer, budget_left: int, *, freed: int) -> None:
         plan = await self.plan(offer.plan)
         execution, _ = await self._execution(offer.plan, offer.precision)
-        free = memory_free(self._accelerator if isinstance(execution.kernel, GroupKernel) else None)
-        check_fit(plan, offer, budget_left=budget_left, memory_free=free)
-        download = sum(part.nbytes for part in plan.window_ranges(offer.window))
-        await asyncio.to_thread(self._cache.check_room, offer.plan, offer.window, download)
+        free = self._memory_free(execution) + freed
+        check_fit(plan, offer, budget_left=budget_left + freed, memory_free=free)
 
-    async def load(self, lease: Lease, shown: WindowStatus, *, loading_deadline: float) -> LoadedWindow:
-        """Bring the window of `lease` into memory. `loading_deadline` is on the monotonic clock.
+    async def _check_disk(self, offer: Offer, *, freed: tuple[PlanId, Window] | None = None) -> None:
+        plan = await self.plan(offer.plan)
+        download = sum(part.nbytes for part in plan.window_ranges(offer.window))
+        check = self._cache.check_room
+        await asyncio.to_thread(check, offer.plan, offer.window, download, freed=freed)
+
+    def _memory_free(self, execution: Execution) -> int:
+        return memory_free(self._accelerator if isinstance(execution.kernel, GroupKernel) else None)
+
+    async def load(
+        self, lease: Lease, shown: WindowStatus, *, loading_deadline: float, room: Room | None = None
+    ) -> LoadedWindow:
+        """Bring the window of `lease` into memory. `loading_deadline` is on the monotonic clock; `room` is
+        the window that this one takes the place of.
 
         Raises `CacheFull`, `MemoryShort`, `Unreachable` (no hashes or bytes in time), `Refused` or
-        `ConfigError` (a plan that cannot be carried out).
+        `ConfigError` (a plan that cannot be carried out), and what `room.make` does.
         """
         plan = await self.plan(lease.plan)
         execution, shown.numerics = await self._execution(lease.plan, lease.precision)
-        free = memory_free(self._accelerator if isinstance(execution.kernel, GroupKernel) else None)
-        check_memory(plan.kept_bytes(lease.window, lease.precision), free=lambda: free)
+        kept = plan.kept_bytes(lease.window, lease.precision)
+        if room is None:
+            check_memory(kept, free=lambda: self._memory_free(execution))
         shown.total_bytes = sum(part.nbytes for part in plan.window_ranges(lease.window))
         hashes = await self._hashes(lease, loading_deadline)
+        if room is not None and room.first:
+            await room.make()
         data = await self._fetch(plan, lease, hashes, shown)
         try:
-            shown.step = "making tensors"
             loop = asyncio.get_running_loop()
+            if room is not None:
+                if not room.first:
+                    await room.make()
+                await loop.run_in_executor(self._compute, trim_memory)
+                check_memory(kept, free=lambda: self._memory_free(execution))
+            shown.step = "making tensors"
             rest = None if self._pacer is None else self._pacer.rest
 
             def build() -> WindowExperts:

@@ -16,14 +16,15 @@ from typing import Final
 
 import structlog
 
-from market.messages import Heartbeat, LeaseBeat, LeaseStatus, Offer
+from market.messages import DeclinedMove, Heartbeat, LeaseBeat, LeaseStatus, MoveOffer, Offer
 from market.windows import Window
+from market.wire import MoveId
 from relay.errors import KvasirError, Refused, Unreachable
 
 from .circuits import Circuits
 from .joining import Membership
 from .leases import LeaseClock, next_beat_s
-from .loading import LoadedWindow, Loader
+from .loading import LoadedWindow, Loader, Room
 from .relays import RelayKeeper
 from .serving import ExpertServer
 from .status import Backoff, NodeStatus, WindowStatus
@@ -32,6 +33,9 @@ log = structlog.get_logger("node")
 
 RELEASE_S: Final = 5.0
 """How long the market has to take a release or a drain."""
+
+MAX_REASON: Final = 500
+"""Characters of what the market is told."""
 
 SIGN_IN: Final = frozenset({"forbidden", "expired"})
 """The market's codes for a device whose grant it does not know, or no more."""
@@ -48,6 +52,8 @@ class Held:
     loaded: LoadedWindow | None = None
     loading: asyncio.Task[None] | None = None
     over: bool = False
+    room: Room | None = None
+    """The window that goes for this one, if it takes another's place."""
     drains: int = 0
     """Heartbeats since the market began to drain it."""
 
@@ -63,7 +69,10 @@ class Held:
 
 
 class Tenancy:
-    """All leases of one node. `heartbeats` renews them; `room` is set whenever one has ended."""
+    """All leases of one node. `heartbeats` renews them; `room` is set whenever one has ended.
+
+    `on_move` is called with each move that the market asks for, as long as it does.
+    """
 
     def __init__(
         self,
@@ -93,6 +102,8 @@ class Tenancy:
         self._beat_now = asyncio.Event()
         relays.on_change = self._beat_now.set
         self.room = asyncio.Event()
+        self.on_move: Callable[[MoveOffer], None] = lambda move: None
+        self._declined: dict[MoveId, str] = {}
 
     @property
     def held(self) -> tuple[Held, ...]:
@@ -106,20 +117,24 @@ class Tenancy:
         """What the windows held keep of the budget, loaded or not."""
         return sum(held.kept_bytes for held in self._held.values())
 
-    async def claim(self, offer: Offer, *, network: str, budget: int) -> Held | None:
+    async def claim(
+        self, offer: Offer, *, network: str, budget: int, move: MoveId | None = None
+    ) -> Held | None:
         """Take an offer; None if somebody was faster.
 
         Raises as the market's client does, and `WontFit` or `CacheFull` for a window that does not fit this
-        machine: nothing is claimed then, and nothing fetched.
+        machine: nothing is claimed then, and nothing fetched. With `move` it is that move's offer, and the
+        caller knows that it fits.
         """
         market, loader = self._member().market, self._loader()
         plan = await loader.plan(offer.plan)
-        await loader.check(offer, budget_left=budget - self.kept_bytes)
+        if move is None:
+            await loader.check(offer, budget_left=budget - self.kept_bytes)
         numerics = await loader.numerics(offer.plan, offer.precision)
         sent_at = time.monotonic()
         try:
             lease = await market.claim(
-                offer, numerics=numerics, start_generation=self._generation, network=network
+                offer, numerics=numerics, start_generation=self._generation, network=network, move=move
             )
         except Refused as error:
             if error.code != "conflict":
@@ -156,7 +171,9 @@ class Tenancy:
         """Load one window and put it in service; on failure give the lease back, saying why."""
         clock, lease = held.clock, held.clock.lease
         try:
-            loaded = await self._loader().load(lease, held.shown, loading_deadline=clock.loading_deadline)
+            loaded = await self._loader().load(
+                lease, held.shown, loading_deadline=clock.loading_deadline, room=held.room
+            )
             held.loaded = loaded
             held.shown.kept_bytes, held.shown.d = loaded.experts.kept_bytes, loaded.experts.error
             held.shown.step = "telling the market"
@@ -176,7 +193,7 @@ class Tenancy:
             raise
         self._server.hold(lease.id, answer.epoch, lease.plan, loaded.experts)
         held.shown.step = "waiting for a proving call"
-        self._apply(held, answer, sent_at)
+        self.apply(held, answer, sent_at)
         self._beat_now.set()
         log.info(
             "window.loaded",
@@ -272,21 +289,31 @@ class Tenancy:
         beats = tuple(
             LeaseBeat(held.clock.lease.id, held.clock.epoch, held.shown.done_bytes) for held in self.held
         )
-        beat = Heartbeat(self._generation, beats, self._addresses(), self._relays.readings())
+        declined = tuple(DeclinedMove(move, reason) for move, reason in self._declined.items())
+        beat = Heartbeat(self._generation, beats, self._addresses(), self._relays.readings(), declined)
         answer = await self._member().market.heartbeat(beat)
         self._status.market_answered()
+        for item in declined:
+            self._declined.pop(item.move, None)
         self._circuits.tickets.add(answer.tickets)
         for notice in answer.notices:
             self._status.notify(notice)
         for status in answer.leases:
             held = self._held.get(status.id)
             if held is not None:
-                self._apply(held, status, sent_at)
+                self.apply(held, status, sent_at)
+        if answer.move is not None:
+            self.on_move(answer.move)
         for held in self.held:
             if held.clock.state == "DRAINING":
                 held.drains += 1
                 if held.drains > 1:  # whatever was in flight has been answered since the last heartbeat
                     await self.give_back(held, "drained")
+
+    def decline(self, move: MoveId, reason: str) -> None:
+        """Tell the market, with a heartbeat at once, that this node does not make a move."""
+        self._declined[move] = reason[:MAX_REASON]
+        self._beat_now.set()
 
     def _beat_refused(self, error: KvasirError) -> None:
         """The market says no to a heartbeat. Raises `error` again where this daemon must end."""
@@ -298,7 +325,7 @@ class Tenancy:
             for held in self.held:
                 self.forget(held, f"the market does not know this device's grant: {error}")
 
-    def _apply(self, held: Held, status: LeaseStatus, sent_at: float) -> None:
+    def apply(self, held: Held, status: LeaseStatus, sent_at: float) -> None:
         """Take over what the market says about a lease."""
         before = held.clock.state
         held.clock.renew(status, sent_at)

@@ -222,6 +222,7 @@ class Volunteer:
             formulas=tuple(FORMULAS),
             start_generation=offering.generation,
             cached=self._cache.whole_windows(),
+            moves=True,
         )
 
     async def _pause(self, seconds: float) -> None:

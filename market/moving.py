@@ -41,9 +41,9 @@ class MoveRules:
     """When replicas move. Times in seconds.
 
     `patience_s`: how long a window must have been short (None: nothing ever moves). `margin`: how much
-    scarcity the worse of the two windows must lose, or one replica's worth where that is less. `share`: how
-    much of the live devices may move a minute, one at least. `offer_s`: how long a device has to take a move.
-    `rest_s`: how long it is not asked again after one. `alive_s`: how long a device may be silent and live.
+    scarcity must lie between the window that gives, after the move, and the one that takes, before it.
+    `share`: how much of the live devices may move a minute, one at least. `offer_s`: how long a device has to
+    take a move. `rest_s`: how long it is not asked again after one. `alive_s`: how long it may be silent.
     """
 
     patience_s: float | None = 60.0
@@ -195,13 +195,12 @@ def worst_places(
 
 
 def is_worth_it(source: Place, goal: Place, rules: MoveRules) -> bool:
-    """Whether a replica may leave `source` for `goal`: a live one stays, and the worse of the two is markedly
-    better off than the worse was before.
+    """Whether a replica may leave `source` for `goal`: a live one stays, and `source` is then still markedly
+    better off than `goal` was. So the worse of the two is better off than the worse was before.
     """
     if source.key == goal.key or source.live < 2:
         return False
-    worst = max(source.scarcity(-1), goal.scarcity(1))
-    return goal.scarcity() - worst >= min(rules.margin, 1 / goal.need.target) - _EPSILON
+    return source.scarcity(-1) <= goal.scarcity() - rules.margin + _EPSILON
 
 
 def _offer(mover: Mover, source: Place, goal: Place) -> Offer | None:

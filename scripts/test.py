@@ -6,10 +6,11 @@
     python3 scripts/test.py --no-uvloop         as on a machine without uvloop (Windows)
     python3 scripts/test.py -n 0                in one process instead of one for each processor
 
-Files of tests run side by side in as many processes as there are processors, four at most. All checks run
-even where an earlier one failed; the last lines say which passed. The exit status is 0 only if all of them
-did. Tests that fail run once more, by themselves: what passes then is named in the summary as unsteady (a
-busy machine, mostly), and what fails again has failed.
+Files of tests run side by side in as many processes as there are processors, four at most; mypy and the
+import order, which wait for nothing, take the time in which tests wait. All checks run even where an earlier
+one failed; the last lines say which passed. The exit status is 0 only if all of them did. Tests that fail run
+once more, by themselves: what passes then is named in the summary as unsteady (a busy machine, mostly), and
+what fails again has failed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from _env import ROOT, enter
 
 PACKAGES = ("relay", "market", "kvasir_node", "kvasir_backbone")
+IMPORT_ORDER = "tests/test_import_order.py"
 LAST_FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
 MOST_PROCESSES = 4
 MOST_UNSTEADY = 12
@@ -38,30 +42,66 @@ class Check:
     command: tuple[str, ...]
 
 
-def checks(arguments: list[str]) -> list[Check]:
-    """What to run, in order."""
-    packages = [item for package in PACKAGES for item in ("-p", package)]
+def quick_checks() -> list[Check]:
+    """What takes a second each, and is the first to be wrong."""
     return [
         Check("ruff check", ("ruff", "check", ".")),
         Check("ruff format", ("ruff", "format", "--check", ".")),
-        Check("mypy strict", ("mypy", *packages)),
-        Check("import order", ("pytest", "-q", "tests/test_import_order.py")),
-        Check("tests", ("pytest", "-q", "--loop", "mixed", *side_by_side(), *arguments)),
     ]
 
 
+def side_checks() -> list[Check]:
+    """What runs beside the tests, one after the other."""
+    packages = [item for package in PACKAGES for item in ("-p", package)]
+    order = ("pytest", "-q", "-p", "no:cacheprovider", IMPORT_ORDER)  # that cache holds the tests' failures
+    return [Check("mypy strict", ("mypy", *packages)), Check("import order", order)]
+
+
+def tests(arguments: list[str]) -> Check:
+    """The tests. Those of the import order are a check by themselves, unless `arguments` name what to run."""
+    named = any((ROOT / argument.partition("::")[0]).exists() for argument in arguments)
+    rest = () if named else (f"--ignore={IMPORT_ORDER}",)
+    return Check("tests", ("pytest", "-q", "--loop", "mixed", *rest, *side_by_side(), *arguments))
+
+
 def side_by_side() -> tuple[str, ...]:
-    """pytest's arguments for one process a processor; a file's tests stay together, with their fixtures."""
+    """pytest's arguments for one process a processor; a file's tests stay together, with their fixtures.
+
+    Files start in the order of tests/conftest.py, the longest first: none is left to run alone at the end.
+    """
     processes = min(os.cpu_count() or 1, MOST_PROCESSES)
-    return ("-n", str(processes), "--dist", "loadfile") if processes > 1 else ()
+    return ("-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder") if processes > 1 else ()
+
+
+def environment() -> dict[str, str]:
+    """This process's; compiled files are kept, for tests start the project's commands many times."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def run(check: Check) -> tuple[bool, float]:
     """Whether it passed, and the seconds it took."""
     print(f"\n== {check.name}", flush=True)
     started = time.monotonic()
-    status = subprocess.run([sys.executable, "-m", *check.command], cwd=ROOT, check=False).returncode
+    command = [sys.executable, "-m", *check.command]
+    status = subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode
     return status == 0, time.monotonic() - started
+
+
+def run_aside(check: Check) -> tuple[bool, float, str]:
+    """Like `run`, but what it prints is returned, last."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", *check.command]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    return ended.returncode == 0, time.monotonic() - started, ended.stdout
 
 
 def last_failed() -> list[str]:
@@ -72,13 +112,19 @@ def last_failed() -> list[str]:
         return []
 
 
-def run_tests(check: Check) -> tuple[bool, float, list[str]]:
-    """Like `run`, with a second try for a few failures; also which tests needed it."""
+def run_tests(
+    check: Check, *, before_again: Callable[[], object] = lambda: None
+) -> tuple[bool, float, list[str]]:
+    """Like `run`, with a second try for a few failures; also which tests needed it.
+
+    `before_again` is called before the second try: it returns when nothing runs beside it any more.
+    """
     LAST_FAILED.unlink(missing_ok=True)
     passed, seconds = run(check)
     unsteady = [] if passed else last_failed()
     if not 0 < len(unsteady) <= MOST_UNSTEADY:
         return passed, seconds, []
+    before_again()
     alone = ("-n", "0", "--last-failed", "--last-failed-no-failures", "none")
     again = Check("second try", (*check.command, *alone))
     passed, more = run(again)
@@ -88,10 +134,17 @@ def run_tests(check: Check) -> tuple[bool, float, list[str]]:
 
 def main(arguments: list[str]) -> int:
     """Run all checks and print the summary."""
-    *first, tests = checks(arguments)
-    results = [(check.name, *run(check)) for check in first]
-    passed, seconds, unsteady = run_tests(tests)
-    results.append((tests.name, passed, seconds))
+    results = [(check.name, *run(check)) for check in quick_checks()]
+    with ThreadPoolExecutor(1) as aside:
+        beside = [(check.name, aside.submit(run_aside, check)) for check in side_checks()]
+        passed, seconds, unsteady = run_tests(
+            tests(arguments), before_again=lambda: wait(side for _, side in beside)
+        )
+    for name, side in beside:
+        good, took, printed = side.result()
+        print(f"\n== {name}\n{printed}", end="", flush=True)
+        results.append((name, good, took))
+    results.append(("tests", passed, seconds))
     print("\n== summary")
     for test in unsteady:
         print(f"  unsteady: passed only at the second try: {test}")

@@ -15,7 +15,9 @@ vectors of whatever length the machine has, and every instruction set gives the 
     build.py    C sources -> a shared library in the user's cache folder
     native.py   the library's functions, typed
     packing.py  a matrix in the order in which the C core reads it
+    dense.py    what a model computes beside its experts: products, norms, weighted sums
     cpu.py      the kernel: checked, bound to experts
+    operators.py  products and norms as operators of torch, for recorded graphs
 
 Knows matrices, formulas and this machine's compiler. Knows no plans, windows or requests.
 """

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -34,6 +34,7 @@ from ..formulas import apply_formula, has_gate
 from ..numerics import DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 from ..recipes import ExpertTensors
 from .build import BUILD_TIMEOUT_S, BuildError, build, cache_folder, find_compiler, usable
+from .dense import DENSE_KINDS, DenseProduct, RowNorm, combine
 from .native import KINDS, ExpertHeader, Isa, Library
 from .packing import PackedMatrix
 
@@ -51,7 +52,7 @@ GROUP_ROWS: Final = 64
 ROW_KINDS: Final = {torch.float32: KINDS["fp32"], torch.bfloat16: KINDS["bf16"]}
 """Dtypes of rows that `CpuKernel.run_rows` reads and writes -> their kind in the C core."""
 
-SELF_CHECK: Final = "6288fe73a14542bea9fa6038970e581dd85a0d310f90ed372bec0529a5d12ba2"
+SELF_CHECK: Final = "94bbb9a8b14b4bc4d904b340e7b76f39616a7e42507f358d92a974081b53b875"
 """SHA-256 of what `_digest` computes: the same bits on every machine, instruction set and compiler."""
 
 
@@ -353,7 +354,21 @@ def _digest(kernel: CpuKernel) -> str:
             rows = _noise((15, width), 4)
             for result in (kernel.linear(rows, gate), kernel.ffn(rows, gate, up, down)):
                 digest.update(result.numpy().tobytes())
+        for dtype in DENSE_KINDS:
+            for result in _dense_results(kernel, dtype, out, width):
+                digest.update(result.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _dense_results(kernel: CpuKernel, dtype: torch.dtype, out: int, width: int) -> Iterator[Tensor]:
+    """A product without and with a bias, a norm, and a weighted sum."""
+    rows, weight = _noise((15, width), 4).to(dtype), _noise((out, width), 7).to(dtype)
+    yield DenseProduct(kernel, weight)(rows)
+    yield DenseProduct(kernel, weight, weight[:, 0])(rows)
+    yield RowNorm(kernel, weight[0], 1e-6)(rows)
+    summed = torch.empty(5, width, dtype=dtype)
+    combine(kernel, rows.view(5, 3, width), _noise((5, 3), 8), summed)
+    yield summed
 
 
 def _groups_agree(kernel: CpuKernel) -> bool:

@@ -65,6 +65,13 @@ _SIGNATURES: Final = {
         _INT,
         (_INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _LONG, ctypes.c_float, ctypes.c_float),
     ),
+    "kv_attend_scratch": (_LONG, (_POINTER,)),
+    "kv_attend": (None, (_INT, _POINTER, _POINTER, _INT, _INT, *(_POINTER,) * 5)),
+    "kv_dense_run": (_INT, (_POINTER, _POINTER, _LONG, _POINTER)),
+    "kv_norm_run": (None, (_POINTER, _POINTER, _LONG, _POINTER)),
+    "kv_combine": (None, (_INT, _INT, _POINTER, _POINTER, _LONG, _INT, _LONG, _POINTER)),
+    "kv_torch_bind": (None, (_POINTER,)),
+    "kv_pass": (None, (_LONG, _LONG)),
 }
 
 
@@ -98,7 +105,19 @@ class Library:
         self.group_scratch = loaded.kv_group_scratch
         self.group = loaded.kv_group
         self.outside = loaded.kv_outside
+        self.attend_scratch = loaded.kv_attend_scratch
+        self.attend = loaded.kv_attend
+        self.dense_run = loaded.kv_dense_run
+        self.norm_run = loaded.kv_norm_run
+        self.combine = loaded.kv_combine
+        self.torch_bind = loaded.kv_torch_bind
+        self.pass_rows = loaded.kv_pass
         self._loaded = loaded
+
+    def operators(self) -> dict[str, int | None]:
+        """Operators of torch by name: addresses of their functions (csrc/operators.h)."""
+        functions = {"linear": self._loaded.kv_op_linear, "norm": self._loaded.kv_op_norm}
+        return {name: ctypes.cast(found, ctypes.c_void_p).value for name, found in functions.items()}
 
     def isas(self, *, slow: bool = False) -> tuple[Isa, ...]:
         """The instruction sets that this machine runs, fastest first.

@@ -1,11 +1,14 @@
 """The cost of a hop: one expert call of one token against the same kernel run bare, and against hivemind.
 
 Hidden 3072, bf16 on the wire, 8 experts, one worker, encrypted; relay, worker and backbone are processes of
-their own, the worker's loop and the backbone's dispatcher the real ones. The bare kernel runs in the worker,
-on the same weights and the same row, in turns with the calls. hivemind runs in an environment of its own,
-made in the work folder: eight `RemoteExpert` calls at once, fp32 weights on both sides.
+their own, the worker's loop and the backbone's dispatcher the real ones. Calls come in trains, one right after the
+other, as the layers of a model make them. In turns with the trains the bare kernel runs in the worker, on the
+same weights and the same row, with a pause before each run that is as long as what is not kernel in a call:
+its weights are then as cold as a call finds them. hivemind runs in an environment of its own, made in the work
+folder: eight `RemoteExpert` calls at once, fp32 weights on both sides.
 
-Figures are medians over interleaved pairs, with 95 % bootstrap intervals.
+A pair is the median of a train and that of as many bare runs; figures are medians over the interleaved pairs,
+with 95 % bootstrap intervals.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from .process import environment
 
 FOLDER = Path(__file__).resolve().parent.parent
 HIDDEN, EXPERTS, NARROW = 3072, 8, 64
-PAIRS = {"narrow": 400, "narrow_fp32": 200, "wide": 80}
+PAIRS = {"narrow": 48, "narrow_fp32": 24, "wide": 24}
+TRAIN = {"narrow": 10, "narrow_fp32": 10, "wide": 4}
+"""Calls of a train, and bare runs of a pair."""
 WARM_UP = 40
 RIVAL_PAIRS, RIVAL_RUNS = 24, 5
 HIVEMIND = "hivemind==1.1.12"
@@ -99,7 +104,7 @@ def run(work_dir: Path | None) -> Report:
         backbone = stack.enter_context(role("call_roles", "backbone", seed, direct, url))
         assert backbone.hear() == "ready"
         measured = {
-            (case, path): pairs_of(worker, backbone, case, path, PAIRS[case])
+            (case, path): pairs_of(worker, backbone, case, path)
             for case in PAIRS
             for path in ("direct", "relay")
         }
@@ -110,14 +115,14 @@ def run(work_dir: Path | None) -> Report:
     return report
 
 
-def pairs_of(worker: Talker, backbone: Talker, case: str, path: str, count: int) -> list[Pair]:
-    """(kernel alone, call) in seconds, in turns."""
+def pairs_of(worker: Talker, backbone: Talker, case: str, path: str) -> list[Pair]:
+    """(kernel alone, call) in seconds, medians of a train each, in turns."""
     backbone.ask([case, path, WARM_UP])
     found = []
-    for _ in range(count):
-        (alone,) = worker.ask([case, 1])
-        (call,) = backbone.ask([case, path, 1])
-        found.append((alone, call))
+    for _ in range(PAIRS[case]):
+        alone = worker.ask([case, TRAIN[case]])
+        call = backbone.ask([case, path, TRAIN[case]])
+        found.append((statistics.median(alone), statistics.median(call)))
     return found
 
 

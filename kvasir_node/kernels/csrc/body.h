@@ -58,28 +58,35 @@ KV_TARGET static void KV(prepare)(int kind, int in, const float *x, ptrdiff_t st
         }
 }
 
+/* One panel's products with `n` rows into `total` [n][PANEL]; returns where the next panel begins. */
+KV_TARGET static const uint8_t *KV(panel)(const kv_matrix *m, const kv_rows *rows, int n, const uint8_t *w, float *total)
+{
+    memset(total, 0, (size_t)n * PANEL * 4);
+    for (int b = 0; b < rows->blocks; b++) {
+        int width = kv_min(BLOCK, m->in - b * BLOCK);
+        ptrdiff_t at = (ptrdiff_t)b * BLOCK;
+        switch (m->kind) {
+        case KV_F32: KV(tile_f32)(n, w, rows->x + at, rows->stride, width, total); break;
+        case KV_BF16: KV(tile_bf16)(n, w, rows->x + at, rows->stride, width, total); break;
+        case KV_INT8:
+            KV(tile_int8)(n, w, rows->a + at, rows->stride, width, rows->unit + b, rows->blocks, total);
+            break;
+        default:
+            KV(tile_int4)
+            (n, w, rows->a + at, rows->stride, width, rows->unit + b, rows->sum + 4 * b, rows->blocks, total);
+        }
+        w += kv_block_bytes(m->kind, width);
+    }
+    return w;
+}
+
 /* y[r, o] for the outputs of panels [begin, end). n is at most ROWS; `total` holds ROWS * PANEL floats. */
 KV_TARGET static void KV(linear)(const kv_matrix *m, const kv_rows *rows, int n, float *y, ptrdiff_t stride, int begin,
                                  int end, float *total)
 {
     const uint8_t *w = m->data + begin * kv_panel_bytes(m->kind, m->in);
     for (int p = begin; p < end; p++) {
-        memset(total, 0, (size_t)n * PANEL * 4);
-        for (int b = 0; b < rows->blocks; b++) {
-            int width = kv_min(BLOCK, m->in - b * BLOCK);
-            ptrdiff_t at = (ptrdiff_t)b * BLOCK;
-            switch (m->kind) {
-            case KV_F32: KV(tile_f32)(n, w, rows->x + at, rows->stride, width, total); break;
-            case KV_BF16: KV(tile_bf16)(n, w, rows->x + at, rows->stride, width, total); break;
-            case KV_INT8:
-                KV(tile_int8)(n, w, rows->a + at, rows->stride, width, rows->unit + b, rows->blocks, total);
-                break;
-            default:
-                KV(tile_int4)
-                (n, w, rows->a + at, rows->stride, width, rows->unit + b, rows->sum + 4 * b, rows->blocks, total);
-            }
-            w += kv_block_bytes(m->kind, width);
-        }
+        w = KV(panel)(m, rows, n, w, total);
         int outputs = kv_min(PANEL, m->out - p * PANEL);
         for (int r = 0; r < n; r++)
             memcpy(y + r * stride + p * PANEL, total + r * PANEL, (size_t)outputs * 4);
@@ -116,14 +123,16 @@ KV_TARGET static void KV(widen)(const uint16_t *from, ptrdiff_t n, float *to)
     for (ptrdiff_t i = 0; i < n; i++) to[i] = kv_bits_to_float((uint32_t)from[i] << 16);
 }
 
-/* Floats rounded to bf16, half to even; NaN becomes the quiet one. */
+/* The bf16 nearest to a float, half to even; NaN becomes the quiet one. */
+KV_TARGET KV_INLINE uint32_t KV(rounded)(float value)
+{
+    uint32_t bits = kv_float_to_bits(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded;
+}
+
 KV_TARGET static void KV(narrow)(const float *from, ptrdiff_t n, uint16_t *to)
 {
-    for (ptrdiff_t i = 0; i < n; i++) {
-        uint32_t bits = kv_float_to_bits(from[i]);
-        uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        to[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-    }
+    for (ptrdiff_t i = 0; i < n; i++) to[i] = (uint16_t)KV(rounded)(from[i]);
 }
 
 /* The sum of squares of a row of fp32 or bf16, in 32 parts; infinite or NaN where an element is. */
@@ -148,4 +157,70 @@ KV_TARGET static float KV(squares)(int kind, const void *row, ptrdiff_t n)
     }
     for (int i = 0; i < 32; i++) sum += part[i];
     return sum;
+}
+
+/* Products of a model's own rows, n at most ROWS: y[n, out] = x[n, in] @ m.T + bias in fp32, rounded once to the kind
+ * of the matrix, which is that of y. */
+KV_TARGET static void KV(dense)(const kv_matrix *m, const float *bias, const kv_rows *rows, int n, void *y)
+{
+    float total[ROWS * PANEL] __attribute__((aligned(64)));
+    const uint8_t *w = m->data;
+    for (int p = 0; p * PANEL < m->out; p++) {
+        w = KV(panel)(m, rows, n, w, total);
+        int outputs = kv_min(PANEL, m->out - p * PANEL);
+        for (int r = 0; r < n; r++) {
+            float *t = total + r * PANEL;
+            ptrdiff_t at = (ptrdiff_t)r * m->out + p * PANEL;
+            if (bias)
+                for (int o = 0; o < outputs; o++) t[o] += bias[p * PANEL + o];
+            if (m->kind == KV_F32)
+                memcpy((float *)y + at, t, (size_t)outputs * 4);
+            else
+                KV(narrow)(t, outputs, (uint16_t *)y + at);
+        }
+    }
+}
+
+/* y = x / sqrt(mean of x^2 + epsilon) * weight for one row; bf16 rows are rounded before the weight and after it. */
+KV_TARGET static void KV(norm)(int kind, const void *x, const float *weight, float epsilon, ptrdiff_t width, void *y)
+{
+    float scale = 1.0f / sqrtf(KV(squares)(kind, x, width) / (float)width + epsilon);
+    if (kind == KV_F32) {
+        const float *from = (const float *)x;
+        float *to = (float *)y;
+        for (ptrdiff_t i = 0; i < width; i++) to[i] = from[i] * scale * weight[i];
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)x;
+    uint16_t *to = (uint16_t *)y;
+    for (ptrdiff_t i = 0; i < width; i++) {
+        float v = kv_bits_to_float(KV(rounded)(kv_bits_to_float((uint32_t)from[i] << 16) * scale) << 16);
+        to[i] = (uint16_t)KV(rounded)(v * weight[i]);
+    }
+}
+
+/* y[i] = the sum over j, ascending, of weight[j] * outputs[j, i], in fp32 with one rounding a term, rounded to `kind`. */
+KV_TARGET static void KV(combine)(int kind, const void *outputs, const float *weight, int count, ptrdiff_t width, void *y)
+{
+    const float *wide = (const float *)outputs;
+    const uint16_t *half = (const uint16_t *)outputs;
+    float s[PANEL];
+    for (ptrdiff_t at = 0; at < width; at += PANEL) {
+        int n = (int)(width - at < PANEL ? width - at : PANEL);
+        memset(s, 0, sizeof s);
+        for (ptrdiff_t j = 0; j < count; j++) {
+            ptrdiff_t from = j * width + at;
+            if (kind == KV_F32 && n == PANEL)
+                for (int i = 0; i < PANEL; i++) s[i] = fmaf(wide[from + i], weight[j], s[i]);
+            else if (kind == KV_F32)
+                for (int i = 0; i < n; i++) s[i] = fmaf(wide[from + i], weight[j], s[i]);
+            else
+                for (int i = 0; i < n; i++)
+                    s[i] = fmaf(kv_bits_to_float((uint32_t)half[from + i] << 16), weight[j], s[i]);
+        }
+        if (kind == KV_F32)
+            memcpy((float *)y + at, s, (size_t)n * 4);
+        else
+            KV(narrow)(s, n, (uint16_t *)y + at);
+    }
 }

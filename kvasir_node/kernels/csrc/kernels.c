@@ -180,6 +180,9 @@ typedef struct {
     void (*widen)(const uint16_t *, ptrdiff_t, float *);
     void (*narrow)(const float *, ptrdiff_t, uint16_t *);
     float (*squares)(int, const void *, ptrdiff_t);
+    void (*dense)(const kv_matrix *, const float *, const kv_rows *, int, void *);
+    void (*norm)(int, const void *, const float *, float, ptrdiff_t, void *);
+    void (*combine)(int, const void *, const float *, int, ptrdiff_t, void *);
 } kv_isa;
 
 static int kv_everywhere(void) { return 1; }
@@ -198,7 +201,8 @@ static int kv_has_vnni(void) { return kv_has_avx512() && __builtin_cpu_supports(
 
 #define ISA(name, supported)                                              \
     {#name,        supported,    name##_prepare, name##_linear,           \
-     name##_silu_mul, name##_widen, name##_narrow,  name##_squares}
+     name##_silu_mul, name##_widen, name##_narrow,  name##_squares, \
+     name##_dense, name##_norm,     name##_combine}
 static const kv_isa kv_isas[] = {
     ISA(portable, kv_everywhere),
 #if KV_X86
@@ -453,3 +457,7 @@ KV_API int32_t kv_outside(int32_t isa, int32_t kind, const void *rows, const int
     }
     return outside;
 }
+
+#include "attention.h"
+#include "dense.h"
+#include "operators.h"
