@@ -10,7 +10,8 @@ Knows the packed model. Knows no requests of users, no swarm and no threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,15 +22,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from .model import BackboneModel
+    from .model import BackboneModel, Work
+    from .routing import RoutingLog
     from .seam import RowKey
 
 LEAST_ROWS: Final = (4, 8, 16, 32)
 """Rows of the smallest pass that are tried, in this order."""
 COMPANIES: Final = ((1, 0), (2, 0), (3, 0), (4, 0), (11, 0), (40, 0), (1, 128), (7, 61))
 """Who computes beside the tested request: so many other requests, and a prompt chunk of so many rows."""
+TRIED: Final = ((0, 0), (3, 0), (1, 37))
+"""The same for `try_passes`."""
 PROMPT: Final = 5
 """Rows of the tested prompt."""
+
+NO_ROUTING: Final[Mapping[int, RoutingLog]] = {}
 
 
 class Answering:
@@ -52,7 +58,7 @@ def prove(model: BackboneModel) -> str | None:
     inner, model.dispatcher = model.dispatcher, Answering()
     before, fault = model.least_rows, ""
     try:
-        for model.least_rows in LEAST_ROWS:
+        for model.least_rows in (before, *(rows for rows in LEAST_ROWS if rows > before)):
             found = _difference(model)
             if found is None:
                 return None
@@ -63,13 +69,31 @@ def prove(model: BackboneModel) -> str | None:
     return fault
 
 
-def try_passes(model: BackboneModel) -> list[NDArray[np.float32]]:
-    """The logits of passes of several sizes, with experts that answer for themselves."""
+@dataclass(slots=True)
+class Tried:
+    """What passes of several sizes gave: their logits, and every request's routing, company by company."""
+
+    logits: list[NDArray[np.float32]] = field(default_factory=list)
+    routing: list[dict[int, RoutingLog]] = field(default_factory=list)
+
+
+def try_passes(model: BackboneModel, like: Tried | None = None) -> Tried:
+    """Run passes of several sizes with experts that answer for themselves; with the routing of `like`.
+
+    One of them asks for no logits, as a chunk within a prompt does.
+    """
     inner, model.dispatcher = model.dispatcher, Answering()
+    tried = Tried()
     try:
-        return [made for others, chunk in ((0, 0), (3, 0), (1, 37)) for made in _logits(model, others, chunk)]
+        for place, (others, chunk) in enumerate(TRIED):
+            routing = {} if like is None else like.routing[place]
+            tried.routing.append({})
+            tried.logits += _logits(model, others, chunk, routing, tried.routing[-1])
+        model.forward([_work(model, 1, 0, PROMPT, samples=False)])
     finally:
+        model.forget(-1)
         model.dispatcher = inner
+    return tried
 
 
 def _difference(model: BackboneModel) -> str | None:
@@ -86,14 +110,30 @@ def _difference(model: BackboneModel) -> str | None:
     return None
 
 
-def _logits(model: BackboneModel, others: int, chunk: int) -> list[NDArray[np.float32]]:
-    """The tested request's logits after its prompt and after one token of its own."""
+def _work(
+    model: BackboneModel, number: int, start: int, rows: int, *, own: bool = False, replayed: bool = False,
+    samples: bool = True,
+) -> Work:  # fmt: skip
     from .model import Work
 
+    tokens = [(7 * number + 3 * place) % model.vocabulary for place in range(start, start + rows)]
+    segment = Segment(
+        -number, 0, start, rows, start + rows, rowwise=own, replayed=rows if replayed else 0, samples=samples
+    )
+    return Work(segment, tokens, metered=False)
+
+
+def _logits(
+    model: BackboneModel, others: int, chunk: int, routing: Mapping[int, RoutingLog] = NO_ROUTING,
+    decided: dict[int, RoutingLog] | None = None,
+) -> list[NDArray[np.float32]]:  # fmt: skip
+    """The tested request's logits after its prompt and after one token of its own.
+
+    With `routing` of an earlier call, if given; this call's is put into `decided`.
+    """
+
     def work(number: int, start: int, rows: int, own: bool) -> Work:
-        tokens = [(7 * number + 3 * place) % model.vocabulary for place in range(start, start + rows)]
-        segment = Segment(-number, 0, start, rows, start + rows, rowwise=own, replayed=0, samples=True)
-        return Work(segment, tokens, metered=False)
+        return _work(model, number, start, rows, own=own, replayed=bool(routing))
 
     company = range(2, 2 + others)
     steps = [
@@ -103,8 +143,12 @@ def _logits(model: BackboneModel, others: int, chunk: int) -> list[NDArray[np.fl
     if chunk:
         steps[0].append(work(2 + others, 0, chunk, False))
         steps[1].insert(0, work(3 + others, 0, chunk, False))
+    for request, log in routing.items():
+        model.redo(request, log)
     try:
         return [model.forward(step).logits[-1].copy() for step in steps]
     finally:
         for number in range(1, 4 + others):
-            model.forget(-number)
+            log = model.forget(-number)
+            if decided is not None and log is not None:
+                decided[-number] = log

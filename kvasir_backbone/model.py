@@ -29,7 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from kvasir_node.kernels.attention import load_attention
 from relay.errors import ConfigError, KvasirError
+
+from kvasir_node.kernels.operators import operators
 
 from . import packed, routing, traced
 from .checkpoint import Checkpoint
@@ -37,6 +40,7 @@ from .coalescing import MAX_PASSES, SideBySide
 from .footprint import Zeros, held_bytes, measure
 from .invariance import try_passes
 from .packed import MIN_ROWS, KvMemory, PackedBatch, PackedCache, padded_rows
+from .products import PASS_LIMITS, Found, Products, distance
 from .routing import NothingLeft, Routed, RoutingLog, StepRouting
 from .scheduler import Segment
 from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey
@@ -127,9 +131,10 @@ class BackboneModel:
         self.eos_ids = _eos_ids(model)
         self.least_rows = MIN_ROWS
         self.varies: str | None = None
-        self.memory = KvMemory()
+        self.memory = KvMemory(load_attention() if self.packed else None)
         self._cache = PackedCache()
         self._graph: traced.Pass | None = None
+        self._products: Products | None = None
         self._modules = tuple(model.modules())
         self._caches: dict[int, Any] = {}
         self._passes = SideBySide(passes_at_once(text))
@@ -219,10 +224,14 @@ class BackboneModel:
         if request in self._logs:
             self._logs[request].trim(positions)
 
-    def forget(self, request: int) -> None:
-        """Free everything of a request."""
+    def forget(self, request: int) -> RoutingLog | None:
+        """Free everything of a request; returns its recorded routing."""
         self.release(request)
-        self._logs.pop(request, None)
+        return self._logs.pop(request, None)
+
+    def redo(self, request: int, routing: RoutingLog) -> None:
+        """Take this for the recorded routing of a request that is not known yet."""
+        self._logs[request] = routing
 
     def _forward_packed(self, works: Sequence[Work]) -> StepResult:
         batch = PackedBatch([work.segment for work in works], self.memory)
@@ -237,7 +246,7 @@ class BackboneModel:
             for work, place in zip(works, batch.places, strict=True)
         ]
         step = self._routing(works, batch.places, self.dispatcher)
-        with packed.packed(batch):
+        with packed.packed(batch), self._real_rows(total, batch.rows):
             logits = self._run(
                 step,
                 torch.tensor([tokens + padding]),
@@ -298,17 +307,22 @@ class BackboneModel:
     ) -> NDArray[np.float32] | None:
         """One forward pass: fp32 logits [rows wanted, vocabulary], or None where every request failed.
 
-        Without `cache` it is a packed one.
-        The output layer runs with as much padding as the rest, made of row `spare`.
+        Without `cache` it is a packed one. Where products are torch's the output layer runs with as much
+        padding as the rest, made of row `spare`.
         """
-        total = padded_rows(len(wanted), self.least_rows)
-        rows = wanted + [spare] * (total - len(wanted)) if wanted else [spare]
+        rows = wanted
+        if self._products is None:
+            total = padded_rows(len(wanted), self.least_rows)
+            rows = wanted + [spare] * (total - len(wanted)) if wanted else [spare]
+        chosen = torch.tensor(rows, dtype=torch.long)
         try:
             with routing.routing(step), torch.inference_mode():
-                if cache is None and self._graph is not None and not self._watched():
-                    made = self._graph(tokens, positions, torch.tensor(rows))
+                if cache is not None:
+                    made = self._pass(tokens, positions, chosen, cache)
+                elif self._graph is not None and not self._watched():
+                    made = self._graph(tokens, positions, chosen)
                 else:
-                    made = self._pass(tokens, positions, torch.tensor(rows), cache or self._cache)
+                    made = self._packed_pass(tokens, positions, chosen)
         except NothingLeft:
             return None
         logits: NDArray[np.float32] = made[0, : len(wanted)].float().numpy()
@@ -326,7 +340,14 @@ class BackboneModel:
         return made
 
     def _packed_pass(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        return self._pass(tokens, positions, wanted, self._cache)
+        with contextlib.nullcontext() if self._products is None else self._products.active():
+            return self._pass(tokens, positions, wanted, self._cache)
+
+    def _real_rows(self, total: int, real: int) -> contextlib.AbstractContextManager[None]:
+        """While active, this thread's products leave the padding out of a pass of `total` rows."""
+        if self._products is None:
+            return contextlib.nullcontext()
+        return self._products.operators.real_rows(total, real)
 
     def _watched(self) -> bool:
         """Whether someone listens to the model's modules, which a recorded graph does not run."""
@@ -337,17 +358,43 @@ class BackboneModel:
         self._graph = None
         if not self.packed:
             return False
-        expected = try_passes(self)
-        for norms in (traced.find_norms(self.model), ()):
+        if self._products is None:
+            self._take_over()
+        expected = try_passes(self).logits
+        fused = () if self._products is not None else traced.find_norms(self.model)
+        for norms in (fused, ()):
             with _load_lock:
                 self._graph = traced.record(self._packed_pass, norms)
             try:
-                if self._graph is not None and all(map(np.array_equal, expected, try_passes(self))):
+                if self._graph is not None and all(map(np.array_equal, expected, try_passes(self).logits)):
                     return True
             except Exception:  # a graph that cannot compute another pass than the recorded one
                 continue
         self._graph = None
         return False
+
+    def _take_over(self) -> None:
+        """Run products and norms in the C core from here on, where whole passes show torch's results."""
+        found = operators()
+        if found is None or DTYPES[self.dtype] not in PASS_LIMITS:
+            return
+        with Found(self.model) as seen:
+            expected = try_passes(self)
+        self._products = Products(found)
+        try:
+            self._products.pack(seen, traced.find_norms(self.model))
+            made = try_passes(self, like=expected)
+            gap = max(map(distance, map(torch.from_numpy, made.logits), map(torch.from_numpy, expected.logits)))
+        except BaseException:
+            self._products.restore()
+            raise
+        if gap <= PASS_LIMITS[DTYPES[self.dtype]]:
+            self.least_rows = 1
+            _log.info("products.packed", matrices=self._products.count, norms=self._products.norms, d=gap)
+            return
+        _log.warning("products.rejected", d=gap, limit=PASS_LIMITS[DTYPES[self.dtype]], instead="torch")
+        self._products.restore()
+        self._products = None
 
     def _routing(
         self, works: Sequence[Work], places: Sequence[int], dispatcher: Dispatcher | None
@@ -364,7 +411,8 @@ class BackboneModel:
             if segment.replayed:
                 log = self._logs[segment.request]
                 replay.append((place, log.rows(segment.start, segment.start + segment.replayed)))
-        return StepRouting(dispatcher, keys, deadline_s=self.deadline_s, replay=replay)
+        kernel = None if self._products is None else self._products.operators.kernel
+        return StepRouting(dispatcher, keys, deadline_s=self.deadline_s, replay=replay, kernel=kernel)
 
     def _record(
         self, step: StepRouting, works: Sequence[Work], places: Sequence[int], failures: Mapping[int, object]

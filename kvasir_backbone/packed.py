@@ -12,9 +12,11 @@ Knows segments, keys and values. Knows no experts, no tokens and no scheduling.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
+
+from kvasir_node.kernels.attention import Attention, Form
 
 from .scheduler import Segment
 
@@ -39,39 +43,68 @@ def padded_rows(rows: int, least: int = MIN_ROWS) -> int:
     return max(rows + 1, least)
 
 
+class _Kept:
+    """One request's keys and values: [1, kv heads, capacity, dim] for each layer and kind.
+
+    `planes` are the tensors' addresses, keys and values of each layer in turn (0 where there is none yet),
+    `layers` how many first layers have them.
+    """
+
+    __slots__ = ("capacity", "layers", "planes", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self.planes = array("Q")
+        self.capacity = 0
+        self.layers = 0
+
+    def grow(self, capacity: int, filled: int) -> None:
+        """Make room for `capacity` positions, the first `filled` of which are kept; layer by layer."""
+        if capacity > self.capacity:
+            self.capacity = capacity
+            for layer, (keys, values) in self.tensors.items():
+                self._put(layer, _grown(keys, capacity, filled), _grown(values, capacity, filled))
+
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's tensors, made like `key` and `value` [1, kv heads, any, dim] where there are none."""
+        if layer not in self.tensors:
+            self._put(layer, _room(key, self.capacity), _room(value, self.capacity))
+        return self.tensors[layer]
+
+    def _put(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.tensors[layer] = (keys, values)
+        self.planes.extend([0] * (2 * layer + 2 - len(self.planes)))
+        self.planes[2 * layer] = keys.data_ptr()
+        self.planes[2 * layer + 1] = values.data_ptr()
+        while self.layers in self.tensors:
+            self.layers += 1
+
+
 class KvMemory:
     """Keys and values of every request, one growing tensor a request, layer and kind.
 
     A tensor has room for exactly the positions of the request's KV blocks: [1, kv heads, capacity, dim].
+    `attention` is what computes rows that see all positions up to their own; without it torch does.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+    def __init__(self, attention: Attention | None = None) -> None:
+        self.attention = attention
+        self._kept: dict[int, _Kept] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(
             key.nbytes + value.nbytes
-            for layers in list(self._kept.values())  # other threads add to them
-            for key, value in list(layers.values())
+            for kept in list(self._kept.values())  # other threads add to them
+            for key, value in list(kept.tensors.values())
         )
 
-    def store(self, segment: Segment, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the segment's `keys` and `values` [1, kv heads, rows, dim] at its positions.
-
-        Returns views of the keys and values of all positions up to its end.
-        """
-        layers = self._kept.setdefault(segment.request, {})
-        kept = layers.get(layer)
-        if kept is None or kept[0].shape[2] < segment.capacity:
-            kept = layers[layer] = (
-                _grown(kept and kept[0], keys, segment), _grown(kept and kept[1], values, segment),
-            )  # fmt: skip
-        start, end = segment.start, segment.start + segment.rows
-        kept[0].narrow(2, start, segment.rows).copy_(keys)
-        kept[1].narrow(2, start, segment.rows).copy_(values)
-        return kept[0].narrow(2, 0, end), kept[1].narrow(2, 0, end)
+    def room(self, segment: Segment) -> _Kept:
+        """The memory of the segment's request, with room for all of its capacity."""
+        kept = self._kept.setdefault(segment.request, _Kept())
+        kept.grow(segment.capacity, segment.start)
+        return kept
 
     def release(self, request: int) -> None:
         """Free a request's memory."""
@@ -102,25 +135,105 @@ class PackedCache(Cache):
 
 
 @dataclass(slots=True)
+class _Placed:
+    """A segment of a batch, the place of its first row there, and its request's memory."""
+
+    segment: Segment
+    place: int
+    kept: _Kept
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the segment's keys and values; those of all positions up to its end."""
+        segment, rows = self.segment, self.segment.rows
+        keys, values = self.kept.of_layer(layer, key, value)
+        keys.narrow(2, segment.start, rows).copy_(key.narrow(2, self.place, rows))
+        values.narrow(2, segment.start, rows).copy_(value.narrow(2, self.place, rows))
+        return keys.narrow(2, 0, segment.end), values.narrow(2, 0, segment.end)
+
+
+@dataclass(slots=True)
+class _Few(_Placed):
+    """Rows that are computed each as if it came alone, which is how its position was the first time."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, out: Tensor
+    ) -> None:
+        """As `attend`, by torch: this segment's rows of `out`."""
+        keys, values = self._store(layer, key, value)
+        for row, end in enumerate(range(self.segment.start + 1, self.segment.end + 1), self.place):
+            made = _attend(query[:, :, row : row + 1], keys[:, :, :end], values[:, :, :end], None, scaling)
+            out[:, row : row + 1] = made.transpose(1, 2)
+
+    def span(self) -> tuple[int, int, int, int, int]:
+        """This segment as the C core takes it: see `Attention.run`."""
+        planes, _ = self.kept.planes.buffer_info()
+        return planes, self.place, self.segment.start, self.kept.capacity, self.segment.rows
+
+
+@dataclass(slots=True)
+class _Chunk(_Placed):
+    """A prompt's chunk: always the same rows together."""
+
+    mask: Tensor
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, out: Tensor
+    ) -> None:
+        """As `attend`: this segment's rows of `out`."""
+        keys, values = self._store(layer, key, value)
+        rows = query.narrow(2, self.place, self.segment.rows)
+        made = _attend(rows, keys, values, self.mask, scaling)
+        out.narrow(1, self.place, self.segment.rows).copy_(made.transpose(1, 2))
+
+
 class PackedBatch:
-    """The segments of one forward pass, behind one another, and where each begins."""
+    """The segments of one forward pass, behind one another, and where each begins.
 
-    segments: Sequence[Segment]
-    memory: KvMemory
-    places: list[int] = field(init=False)
-    sizes: list[int] = field(init=False)
-    rows: int = field(init=False)
-    """Real rows."""
-    masks: list[Tensor | None] = field(init=False)
+    `rows` are the real ones. A segment is `few` where each of its rows sees all positions up to its own and is
+    to have the bits that it has alone: one row, or several of a rowwise segment. The others are `chunks`.
+    """
 
-    def __post_init__(self) -> None:
-        self.sizes = [segment.rows for segment in self.segments]
-        self.rows = sum(self.sizes)
-        self.places, self.masks, place = [], [], 0
-        for segment in self.segments:
-            self.places.append(place)
-            self.masks.append(None if segment.rowwise or segment.rows == 1 else _causal(segment))
-            place += segment.rows
+    def __init__(self, segments: Sequence[Segment], memory: KvMemory) -> None:
+        self.memory = memory
+        self.places: list[int] = []
+        self.rows = 0
+        self.few: list[_Few] = []
+        self.chunks: list[_Chunk] = []
+        for segment in segments:
+            self.places.append(self.rows)
+            kept = memory.room(segment)
+            if segment.rowwise or segment.rows == 1:
+                self.few.append(_Few(segment, self.rows, kept))
+            else:
+                self.chunks.append(_Chunk(segment, self.rows, kept, _causal(segment)))
+            self.rows += segment.rows
+        self.ready = min((each.kept.layers for each in self.few), default=0)
+        """So many first layers have memory in every few segment."""
+        self._spans = array("q")
+        self._shape: object = None
+        self._form: Form | None = None
+
+    def form_of(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Form | None:
+        """How the C core computes this layer, or None; the same for most layers of a pass."""
+        attention = self.memory.attention
+        if attention is None:
+            return None
+        shape = (
+            query.shape, query.stride(), query.dtype, key.shape, key.stride(), key.dtype, value.shape,
+            value.stride(), value.dtype, scaling,
+        )  # fmt: skip
+        if shape != self._shape:
+            self._form = attention.form_of(query, key, value, scaling, self.rows)
+            self._shape = shape
+        return self._form
+
+    def spans(self, layer: int, key: Tensor, value: Tensor) -> array[int]:
+        """The few segments as the C core takes them, with memory for this layer."""
+        if layer >= self.ready or not self._spans:
+            for each in self.few:
+                each.kept.of_layer(layer, key, value)
+            self._spans = array("q", itertools.chain.from_iterable(each.span() for each in self.few))
+        return self._spans
 
 
 @contextlib.contextmanager
@@ -152,19 +265,19 @@ def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     [1, batch rows, heads, dim]; rows of padding are zeros.
     """
     batch: PackedBatch = active.batch
-    sizes = [*batch.sizes, query.shape[2] - batch.rows]
-    made = []
-    # One cut of each tensor for all segments: a step of many short ones is made of small calls.
-    cut = (torch.split(part, sizes, 2) for part in (query, key, value))
-    for segment, mask, rows, new_keys, new_values in zip(batch.segments, batch.masks, *cut, strict=False):
-        keys, values = batch.memory.store(segment, layer, new_keys, new_values)
-        if segment.rowwise and segment.rows > 1:
-            made.append(_rowwise(rows, keys, values, segment, scaling))
-        else:
-            made.append(_attend(rows, keys, values, mask, scaling))
-    if sizes[-1]:
-        made.append(query.new_zeros(1, query.shape[1], sizes[-1], value.shape[3]))
-    return torch.cat(made, dim=2).transpose(1, 2)
+    form = batch.form_of(query, key, value, scaling)
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    if form is not None:
+        attention = batch.memory.attention
+        assert attention is not None
+        attention.run(form, batch.spans(layer, key, value), layer, query, key, value, out)
+    else:
+        for few in batch.few:
+            few.attend(layer, query, key, value, scaling, out)
+        out[:, batch.rows :] = 0
+    for chunk in batch.chunks:
+        chunk.attend(layer, query, key, value, scaling, out)
+    return out
 
 
 def register() -> None:
@@ -178,23 +291,18 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
     )
 
 
-def _rowwise(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scaling: float) -> Tensor:
-    """Each row as if it came alone, which is how its position was computed the first time."""
-    made = [
-        _attend(query[:, :, row : row + 1], keys[:, :, :end], values[:, :, :end], None, scaling)
-        for row, end in enumerate(range(segment.start + 1, segment.end + 1))
-    ]
-    return torch.cat(made, dim=2)
-
-
 def _causal(segment: Segment) -> Tensor:
     """[rows, end]: row i sees positions up to its own."""
     return torch.ones(segment.rows, segment.end, dtype=torch.bool).tril(segment.start)
 
 
-def _grown(kept: Tensor | None, new: Tensor, segment: Segment) -> Tensor:
-    """Memory of the segment's capacity with what `kept` holds before its start."""
-    grown = new.new_empty(1, new.shape[1], segment.capacity, new.shape[3])
-    if kept is not None:
-        grown[:, :, : segment.start] = kept[:, :, : segment.start]
+def _room(like: Tensor, capacity: int) -> Tensor:
+    """Memory for `capacity` positions of keys or values like these."""
+    return like.new_empty(1, like.shape[1], capacity, like.shape[3])
+
+
+def _grown(kept: Tensor, capacity: int, filled: int) -> Tensor:
+    """Memory of `capacity` positions, the first `filled` of which are as in `kept`."""
+    grown = _room(kept, capacity)
+    grown[:, :, :filled] = kept[:, :, :filled]
     return grown

@@ -17,10 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from kvasir_node.kernels.dense import DENSE_KINDS, combine
+
 from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey, combine_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvasir_node.kernels import CpuKernel
 
 IMPLEMENTATION: Final = "kvasir"
 """The name of the hook in transformers' experts interface."""
@@ -88,6 +92,7 @@ class NothingLeft(Exception):  # noqa: N818 - not an error: the pass ends early
 class StepRouting:
     """The routing of one forward pass.
 
+    `kernel` sums up a row's outputs in the C core; without one torch does, in another order.
     `keys` name the real rows, which come first; what follows in the batch is padding and never leaves this
     process. `replay` holds decisions taken before: (first row, `Routed`), which rows that are computed again
     reuse. After the pass `failures` maps row -> why it failed, `recorded()` is what was decided, and
@@ -98,6 +103,7 @@ class StepRouting:
     keys: Sequence[RowKey]
     deadline_s: float = DEFAULT_DEADLINE_S
     replay: Sequence[tuple[int, Routed]] = ()
+    kernel: CpuKernel | None = None
     failures: dict[int, DispatchFailed] = field(default_factory=dict)
     waited_s: float = 0.0
     _ids: list[Tensor] = field(default_factory=list)
@@ -111,23 +117,25 @@ class StepRouting:
         import torch
 
         count = len(self.keys)
-        ids, weights = ids[:count].to(torch.int64), weights[:count]
+        ids, weights = ids[:count], weights[:count]
+        if ids.dtype != torch.int64:
+            ids = ids.to(torch.int64)
         if self.replay:
             ids, weights = self._replayed(ids, weights)
         self._ids.append(ids)
         self._weights.append(weights)
         out = torch.zeros_like(rows)
-        combine = combine_of(self.dispatcher)
-        while live := [number for number in range(count) if number not in self.failures]:
+        below = combine_of(self.dispatcher)
+        while live := self._live(count):
             whole = len(live) == count
             index = slice(0, count) if whole else torch.tensor(live)
             keys = self.keys if whole else [self.keys[number] for number in live]
             started = time.monotonic() - time.thread_time()
             try:
-                if combine is None:
+                if below is None:
                     outputs = self.dispatcher.dispatch(layer, rows[index], ids[index], keys, self.deadline_s)
                 else:
-                    outputs = combine(layer, rows[index], ids[index], weights[index], keys, self.deadline_s)
+                    outputs = below(layer, rows[index], ids[index], weights[index], keys, self.deadline_s)
             except DispatchFailed as failure:
                 self._note(failure, live)
                 if failure.outputs is None:
@@ -135,9 +143,14 @@ class StepRouting:
                 outputs = failure.outputs
             finally:
                 self.waited_s += time.monotonic() - time.thread_time() - started
-            if combine is None:
-                outputs = (outputs.float() * weights[index].float().unsqueeze(-1)).sum(1)
-            out[index] = outputs.to(rows.dtype)
+            if below is not None:
+                out[index] = outputs.to(rows.dtype)
+            elif whole:
+                self._combine(outputs, weights, out)
+            else:
+                some = rows.new_empty(len(live), rows.shape[1])
+                self._combine(outputs, weights[index], some)
+                out[index] = some
             break
         else:
             raise NothingLeft
@@ -150,6 +163,20 @@ class StepRouting:
         import torch
 
         return Routed(torch.stack(self._ids, dim=1).to(torch.int32), torch.stack(self._weights, dim=1))
+
+    def _live(self, count: int) -> Sequence[int]:
+        """The rows of requests that have not failed."""
+        if not self.failures:
+            return range(count)
+        return [number for number in range(count) if number not in self.failures]
+
+    def _combine(self, outputs: Tensor, weights: Tensor, out: Tensor) -> None:
+        """The first rows of `out` = the sums over j of `outputs` [n, k, width] times `weights` [n, k], in fp32."""
+        weights = weights.float()
+        if self.kernel is None or out.dtype not in DENSE_KINDS or outputs.dtype != out.dtype:
+            out[: len(outputs)] = (outputs.float() * weights.unsqueeze(-1)).sum(1).to(out.dtype)
+        else:
+            combine(self.kernel, outputs.contiguous(), weights.contiguous(), out)
 
     def _note(self, failure: DispatchFailed, live: Sequence[int]) -> None:
         """Record the failed rows, and with each the other rows of its request."""

@@ -181,7 +181,7 @@ class Node:
         book = await asyncio.to_thread(ReceiptBook, folder, root=member.root, device=member.keys.signing)
         intake = self._intake = Intake(book, lambda: self._member.grant.wallet, status, self._threads)
         self._server = ExpertServer(
-            on_receipt=intake.receipt,
+            on_receipt=self._receipt,
             on_notice=self._noticed,
             rest_s=None if self._pacer is None else self._pacer.rest_s,
         )
@@ -385,6 +385,13 @@ class Node:
         self._intake.know(session.certificate)
         limited = session if self._uploads is None else PacedSession(session, self._uploads)
         await self._server.handle_session(limited)
+
+    async def _receipt(self, data: bytes) -> bytes | None:
+        """A receipt came: keep it; what is on record of the wallet has changed."""
+        ack = await self._intake.receipt(data)
+        if ack is not None:
+            self._standing.credited()
+        return ack
 
     def _noticed(self, notice: Notice) -> None:
         """A backbone has something to say; where it is a quarantine, the market knows more soon."""

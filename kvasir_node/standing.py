@@ -1,6 +1,7 @@
 """What the swarm has on record about this node's wallet, kept for the owner: trust, escrow, decisions.
 
-Asks the market seldom, and at once when a backbone or the market speaks of a quarantine. Decides nothing.
+Asks the market seldom, a minute after a receipt came, and at once when a backbone or the market speaks of a
+quarantine. Decides nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ log = structlog.get_logger("node")
 EVERY_S: Final = 600.0
 """How often the market is asked."""
 
+CREDITED_S: Final = 60.0
+"""How soon after it was asked last, where this node has earned something since."""
+
 SOON_S: Final = (1.0, 3.0, 10.0)
 """When it is asked after a quarantine was spoken of: it may hear of it a little later itself."""
 
@@ -41,12 +45,19 @@ class Standing:
         self._status = status
         self._rng = rng
         self._soon: list[float] = []
+        self._hurried = self._credited = False
         self._wake = asyncio.Event()
         self._told: set[tuple[bytes, str | None, bool]] | None = None
 
     def hurry(self) -> None:
         """Ask soon: a quarantine was spoken of."""
         self._soon = list(SOON_S)
+        self._hurried = True
+        self._wake.set()
+
+    def credited(self) -> None:
+        """A receipt came: what the market says of the wallet has changed."""
+        self._credited = True
         self._wake.set()
 
     async def run(self) -> None:
@@ -56,11 +67,21 @@ class Standing:
                 self._take(await self._market().trust())
             except KvasirError as error:
                 log.debug("trust.unknown", code=error.code, reason=str(error))
-            wait = self._soon.pop(0) if self._soon else EVERY_S * self._rng.uniform(0.9, 1.1)
+            self._credited = False
+            await self._pause(self._soon.pop(0) if self._soon else EVERY_S * self._rng.uniform(0.9, 1.1))
+
+    async def _pause(self, longest: float) -> None:
+        """Return after `longest` seconds, or when there is a reason to ask before."""
+        asked = time.monotonic()
+        while not self._hurried:
+            left = asked + (min(longest, CREDITED_S) if self._credited else longest) - time.monotonic()
+            if left <= 0:
+                break
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
+                async with asyncio.timeout(left):
                     await self._wake.wait()
             self._wake.clear()
+        self._hurried = False
 
     def _take(self, answer: TrustAnswer) -> None:
         self._status.trust = trust_fields(answer)

@@ -113,7 +113,7 @@ def _restart() -> None:
 def _lock() -> Iterator[None]:
     """Two scripts started at once install one after the other. The system drops the lock with the process."""
     with (ROOT / ".venv.lock").open("a+b") as file:
-        if os.name == "nt":
+        if sys.platform == "win32":
             import msvcrt
 
             file.seek(0)

@@ -56,7 +56,7 @@ class Children:
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] = {}) -> None:
         """Start `command`, its output in `NAME.log`."""
-        flags = subprocess.CREATE_NEW_PROCESS_GROUP if sys.platform == "win32" else 0
+        flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # Windows has it
         with self.log(name).open("ab") as out:
             self._children[name] = subprocess.Popen(
                 list(command),

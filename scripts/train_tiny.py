@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
     from transformers.utils import logging
 
     torch.set_num_threads(options.threads)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         if options.evaluate is None and not train(options):
             return 130

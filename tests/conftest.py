@@ -4,7 +4,8 @@ pytest                  async tests on the default loop
 pytest --loop uvloop    on uvloop
 pytest --loop both      on each; uvloop is left out where it does not exist
 pytest --loop mixed     on each in the tests of sessions, relays and swarms, on one of the two, by the test's
-                        name, in all others (what scripts/test.py does)
+                        name, in all others (what scripts/test.py does). Tests marked `processes` are among
+                        the others: what they test runs in processes that choose their loops themselves.
 pytest --no-uvloop      as if uvloop were not installed, child processes too
 """
 
@@ -33,6 +34,11 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 ON_EACH_LOOP = frozenset({"relay", "swarm"})
 """Folders whose tests depend on how an event loop treats sockets."""
 
+LONGEST = (
+    "swarm/test_in_process.py",
+)
+"""Files that take longest, which processes side by side take up first."""
+
 OPTIONAL = "optional: "
 """A skip whose reason begins so is allowed in CI; any other skip fails there."""
 
@@ -50,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "processes: all that is tested runs in processes of its own")
     if config.getoption("--no-uvloop"):
         sys.modules["uvloop"] = None  # type: ignore[assignment]  # importing it fails from now on
         os.environ["KVASIR_LOOP"] = "default"
@@ -66,10 +73,18 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     loops = _loops(config)
-    if config.getoption("--loop") != "mixed" or item.path.parent.name in ON_EACH_LOOP:
+    on_each = item.path.parent.name in ON_EACH_LOOP and item.get_closest_marker("processes") is None
+    if config.getoption("--loop") != "mixed" or on_each:
         return loops
     number = zlib.crc32(item.nodeid.encode()) % len(loops)  # the same one in every run and process
     return dict([list(loops.items())[number]])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In one of several processes: the longest files first, so that none of them runs alone at the end."""
+    if hasattr(config, "workerinput"):
+        places = {config.rootpath / "tests" / name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def _has_uvloop() -> bool:

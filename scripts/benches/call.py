@@ -1,14 +1,14 @@
 """The cost of a hop: one expert call of one token against the same kernel run bare, and against hivemind.
 
 Hidden 3072, bf16 on the wire, 8 experts, one worker, encrypted; relay, worker and backbone are processes of
-their own, the worker's loop and the backbone's dispatcher the real ones. Calls come in trains, one right after the
-other, as the layers of a model make them. In turns with the trains the bare kernel runs in the worker, on the
-same weights and the same row, with a pause before each run that is as long as what is not kernel in a call:
-its weights are then as cold as a call finds them. hivemind runs in an environment of its own, made in the work
-folder: eight `RemoteExpert` calls at once, fp32 weights on both sides.
+their own, the worker's loop and the backbone's dispatcher the real ones. Calls come in trains, one right
+after the other, as the layers of a model make them. In turns with the trains the bare kernel runs in the
+worker, on the same weights and the same row, with a pause before each run that is as long as what is not
+kernel in a call: its weights are then as cold as a call finds them. hivemind runs in an environment of its
+own, made in the work folder: eight `RemoteExpert` calls at once, fp32 weights on both sides.
 
-A pair is the median of a train and that of as many bare runs; figures are medians over the interleaved pairs,
-with 95 % bootstrap intervals.
+A pair is the median of a train and that of as many bare runs; figures are medians over the interleaved
+pairs, with 95 % bootstrap intervals.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,12 +187,12 @@ def torch_products(name: str) -> Callable[[], None]:
         if name == "int8":
             values = torch.randint(-127, 128, (out, width), dtype=torch.int8)
             scales = torch.rand(out).to(torch.bfloat16)
-            products.append(lambda x=rows, w=values, s=scales: torch._weight_int8pack_mm(x, w, s))
+            products.append(partial(torch._weight_int8pack_mm, rows, values, scales))
         else:
             nibbles = torch.randint(0, 16, (out, width), dtype=torch.int32)
             packed = torch._convert_weight_to_int4pack_for_cpu(nibbles, 1)
             both = torch.rand(width // 32, out, 2).to(torch.bfloat16)
-            products.append(lambda x=rows, w=packed, s=both: torch._weight_int4pack_mm_for_cpu(x, w, 32, s))
+            products.append(partial(torch._weight_int4pack_mm_for_cpu, rows, packed, 32, both))
 
     def run_all() -> None:
         for product in products:

@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,7 +178,9 @@ async def _write(model: BackboneModel) -> int:
         return len([token async for token in engine.submit(request)])
 
 
-ROLES = {"imports": imports, "full": full, "backbone": backbone, "worker": worker}
+ROLES: dict[str, Callable[..., object]] = {
+    "imports": imports, "full": full, "backbone": backbone, "worker": worker
+}  # fmt: skip
 
 if __name__ == "__main__":
     print(json.dumps(ROLES[sys.argv[1]](*sys.argv[2:])), flush=True)

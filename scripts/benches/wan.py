@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -243,7 +244,7 @@ def swarm(
         key = status["join"].partition("#")[2]
         for far in proxies:  # one after another, so that no two claim the same window
             name = found.add_node(f"http://127.0.0.1:{far}#{key}", cut.budget)
-            children.wait_for(f"{name} to be full", lambda name=name: full(found, name), timeout=120.0)
+            children.wait_for(f"{name} to be full", partial(full, found, name), timeout=120.0)
         children.wait_for("every window with an owner", found.covered, timeout=240.0)
         yield Place(found, f"http://127.0.0.1:{port}", status["model"])
 

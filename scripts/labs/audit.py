@@ -472,9 +472,10 @@ SHADES: Final = " .:-=+*#%@"
 
 def _histograms(honest: list[Honest], cheats: list[Found]) -> list[str]:
     """Shares of d by decade, one line a distribution."""
-    wide = max(len(each.name) for each in (*honest, *cheats))
+    every: list[Honest | Found] = [*honest, *cheats]
+    wide = max(len(each.name) for each in every)
     head = f"{'log10 d':<{wide}}  " + " ".join(f"{decade:>3}" for decade in DECADES)
-    return [head, *(f"{each.name:<{wide}}  " + _bar(each.d) for each in (*honest, *cheats))]
+    return [head, *(f"{each.name:<{wide}}  " + _bar(each.d) for each in every)]
 
 
 def _bar(d: Tensor) -> str:

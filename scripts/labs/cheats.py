@@ -73,7 +73,8 @@ def noise(times: float) -> Cheat:
         right = ground.right.float()
         noise = torch.randn(right.shape, generator=ground.generator)
         size = right.norm(dim=-1, keepdim=True) * (2.0 * times * ground.limit) ** 0.5
-        return (right + noise * size / noise.norm(dim=-1, keepdim=True)).to(ground.right.dtype)
+        made: Tensor = right + noise * size / noise.norm(dim=-1, keepdim=True)
+        return made.to(ground.right.dtype)
 
     return cheat
 

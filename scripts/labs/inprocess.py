@@ -112,7 +112,12 @@ class LabNode:
         """Give a call to the compute thread, as the node's server does; `done` is called there."""
         holdings = tuple(self.holdings[group.ref] for group in call.groups)
         job = Job(None, call, holdings, row_bytes, len(call.rows), time.monotonic())  # type: ignore[arg-type]
-        self.compute.submit(job, lambda finished, outcome: (done(outcome), finished.release())[0])
+
+        def finish(finished: Job, outcome: Outcome) -> None:
+            done(outcome)
+            finished.release()
+
+        self.compute.submit(job, finish)
 
 
 class _AtOnce:

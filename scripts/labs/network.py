@@ -152,7 +152,8 @@ async def _swarm(model: Path, folder: Path) -> AsyncIterator[Backbone]:
 
 
 async def _first(opened: asyncio.Future[Backbone], task: asyncio.Task[None]) -> Backbone:
-    await asyncio.wait([opened, task], return_when=asyncio.FIRST_COMPLETED)
+    either: list[asyncio.Future[Any]] = [opened, task]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
     return opened.result()

@@ -84,7 +84,7 @@ def train_tokenizer(text: str, recipe: Recipe) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(text.split("\n"), learn)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=END, bos_token=END, model_max_length=recipe.positions
     )
 

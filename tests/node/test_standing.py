@@ -118,6 +118,25 @@ async def test_the_status_tells_of_a_quarantine_once_and_of_its_end(market: Stal
             await running
 
 
+async def test_what_was_earned_shows_long_before_the_next_regular_look(
+    market: Stall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvasir_node.standing.CREDITED_S", 0.0)
+    device = await market.device()
+    status = NodeStatus()
+    standing = Standing(lambda: device.client, status, rng=Random(1))
+    running = asyncio.create_task(standing.run())
+    try:
+        await until(lambda: bool(status.trust), timeout=30, what="the first answer")
+        status.trust = {}
+        standing.credited()
+        await until(lambda: bool(status.trust), timeout=30, what="the second answer")
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
 async def test_the_owner_sees_the_figures_and_disputes(
     market: Stall, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,10 @@ from tests.support.netns import Lab, Process, missing
 from tests.support.waiting import until
 
 WHY_NOT = missing()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+]
 
 RELAY = "http://203.0.113.1:8421"
 

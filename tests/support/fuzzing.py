@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from relay import messages
 from relay.addresses import client_address, parse_networks, quota_key
@@ -166,7 +167,7 @@ def _documents(swarm: Swarm, device: Device, now: float) -> list[Target]:
 def _messages(swarm: Swarm, device: Device, now: float) -> list[Target]:
     certificate = swarm.relay.certificate.document
     ticket = swarm.ticket(device.key.public, "device")
-    honest = {
+    honest: dict[Any, Any] = {
         messages.Hello: messages.Hello(certificate, bytes(32)),
         messages.Auth: messages.Auth(ticket, 1, bytes(64)),
         messages.Welcome: messages.Welcome(15.0, 1 << 20, MAX_FRAME, 64, bytes(64)),

@@ -35,6 +35,7 @@ from kvasir_node.experts import WindowExperts
 from market.client import MarketClient
 from market.config import MarketConfig
 from market.messages import Assignment, RelayListing
+from market.moving import MoveRules
 from market.plans import Plan, PlanFile, PlanId, WindowHashes, sign_hashes, sign_plan
 from market.receipts import Receipt, sign_receipt
 from market.server import Market
@@ -87,7 +88,9 @@ class Site:
 class NodeSwarm:
     """One swarm with a plan of 2 layers x 8 experts, cut into `windows`."""
 
-    def __init__(self, folder: Path, *, windows: tuple[Window, ...], layers: int = 2) -> None:
+    def __init__(
+        self, folder: Path, *, windows: tuple[Window, ...], layers: int = 2, moving: MoveRules | None = None
+    ) -> None:
         self.folder = folder
         self.keys = SwarmKeys.load_or_create(folder / "operator", now=time.time())
         self.plan, self.read, self.tensors = tiny_plan(width=WIDTH, layers=layers, windows=windows)
@@ -105,6 +108,7 @@ class NodeSwarm:
         self.weights_open = asyncio.Event()
         self.weights_open.set()
         self.http: aiohttp.ClientSession
+        self._moving = moving or MoveRules()
         self._market_task: asyncio.Task[None] | None = None
 
     @property
@@ -121,6 +125,7 @@ class NodeSwarm:
                 public_urls=(url,),
                 sweep_s=0.1,
                 target_s=0.2,
+                moving=self._moving,
             ),
             root=self.keys.root_public,
             keys=lambda: self.keys.market,
@@ -296,10 +301,13 @@ def _whole(plan: Plan) -> Window:
 
 @asynccontextmanager
 async def node_swarm(
-    folder: Path, *, windows: tuple[Window, ...] = (Window(0, 1, 0, 8), Window(1, 2, 0, 8))
+    folder: Path,
+    *,
+    windows: tuple[Window, ...] = (Window(0, 1, 0, 8), Window(1, 2, 0, 8)),
+    moving: MoveRules | None = None,
 ) -> AsyncIterator[NodeSwarm]:
     """A running `NodeSwarm`; the plan is not yet published."""
-    swarm = NodeSwarm(folder, windows=windows)
+    swarm = NodeSwarm(folder, windows=windows, moving=moving)
     await swarm.market_site.reserve()
     await swarm.relay_site.reserve()
     async with AsyncExitStack() as stack:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import aiohttp
 from aiohttp import web
@@ -60,13 +61,18 @@ class Device:
     serials: SerialBook = field(default_factory=SerialBook)
 
 
+_ROLES: Final[tuple[Role, ...]] = ("market", "relay", "backbone")
+
+
 class Swarm:
     """A root key, and one certified market, relay and backbone."""
 
     def __init__(self) -> None:
         self.root_key = SigningKey.generate()
         self.root = self.root_key.public
-        self.market, self.relay, self.backbone = map(self.certify, ("market", "relay", "backbone"))
+        self.market, self.relay, self.backbone = (
+            self.certify(role) for role in _ROLES
+        )
 
     def certify(self, role: Role, *, id: bytes | None = None, serial: int = 1) -> Operator:
         """A new operating key of `role`."""

@@ -23,11 +23,9 @@ def extract(
     lookup_lines: bool = True,
     capture_locals: bool = False,
 ) -> traceback.StackSummary:
-    """Like `traceback.StackSummary.extract`, whose arguments these are, for the innermost frames of a stack."""
+    """Like `traceback.StackSummary.extract`, whose arguments these are; of a stack the innermost frames."""
     if capture_locals or (limit is not None and limit < 0):
-        return _extract(
-            iter(frames), limit=limit, lookup_lines=lookup_lines, capture_locals=capture_locals
-        )
+        return _extract(iter(frames), limit=limit, lookup_lines=lookup_lines, capture_locals=capture_locals)
     first = islice(frames, DEBUG_STACK_DEPTH if limit is None else limit)
     return traceback.StackSummary(
         traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)

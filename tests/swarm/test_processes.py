@@ -20,6 +20,8 @@ from kvasir_backbone.addresses import find_door
 from relay.errors import Unreachable
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.processes
+
 PROMPT, TOKENS = "In the beginning", 160
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 

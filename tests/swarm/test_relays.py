@@ -85,6 +85,7 @@ async def _node_status(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="optional: POSIX signals")
 @pytest.mark.timeout(600)
 async def test_a_node_moves_from_relay_to_relay_and_the_text_stays_the_same(tmp_path: Path) -> None:
@@ -142,8 +143,8 @@ async def test_a_node_moves_from_relay_to_relay_and_the_text_stays_the_same(tmp_
         running[first] = await relays[first].start(stack)
 
         async def standing_by() -> bool:
-            return all(r["connected"] for r in (await _node_status(tmp_path / "node"))["relays"]) and (
-                await both_listed()
+            return await both_listed() and all(
+                relay["connected"] for relay in (await _node_status(tmp_path / "node"))["relays"]
             )
 
         await until(standing_by, timeout=240, what="the relay's return")
