@@ -21,6 +21,7 @@ from rich.table import Table
 
 from kvasir_node.config import format_size, parse_size
 from kvasir_node.sources import HUB
+from market.moving import parse_patience
 from relay import logs
 from relay.errors import ConfigError, IdentityError, KvasirError, Refused, Unreachable
 from relay.loop import run as run_loop
@@ -49,6 +50,7 @@ FAILED: Final = 1
 HARD_EXIT: Final = 130
 _TIMEOUT_S: Final = 60.0
 _MAX_ANSWER: Final = 256 << 20
+_MOVES_SHOWN: Final = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,6 +215,13 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         help="nodes get the combine weights too and send one sum a row: up to k times less upload",
     )
     up.add_argument(
+        "--move-after",
+        default="60",
+        metavar="SECONDS",
+        help="how long a window lacks owners before one of another window is asked to move; or never "
+        "(default: %(default)s)",
+    )
+    up.add_argument(
         "--relay-only",
         action="store_true",
         help="never dial nodes directly, even where it works",
@@ -267,6 +276,7 @@ def _up(arguments: argparse.Namespace) -> int:
         local_layers=arguments.local_layers,
         fallback=arguments.fallback,
         expert_memory_bytes=arguments.expert_memory,
+        move_after_s=parse_patience(arguments.move_after),
         relay_only=arguments.relay_only,
         relay=not arguments.no_relay,
         weighted=arguments.weighted,
@@ -422,7 +432,15 @@ def _gaps_table(answer: dict[str, Any]) -> list[Any]:
     if uncovered:
         served = "served from the checkpoint" if answer["fallback"] == "disk" else "not served: 503"
         summary += f"; {uncovered} of {len(rows)} windows have no owner ({served})"
-    return [table, summary]
+    moves = [
+        f"{_ago(move['age_s'])} ago: {move['leaves']} to {move['takes']}, {move['state']}: {move['reason']}"
+        for move in answer["moves"][:_MOVES_SHOWN]
+    ]
+    return [table, summary, *(["moves of the last hour:", *map(escape, moves)] if moves else [])]
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _nodes(arguments: argparse.Namespace) -> int:

@@ -76,6 +76,8 @@ class BackboneConfig:
     """Weight ranges served at once; more are answered 429."""
     failover_s: float = 0.25
     """A call to a node is never given up before this many seconds; then max(4 x its p95, this)."""
+    move_after_s: float | None = 60.0
+    """A replica may move to a window that has lacked owners for so many seconds; None: none ever moves."""
     demand_s: float = 5.0
     """How often the market is told which windows are asked for, in seconds."""
     drain_s: float = 20.0
@@ -100,6 +102,8 @@ class BackboneConfig:
             raise ConfigError(f"--drafting {self.drafting!r} is not one of {', '.join(DRAFTINGS)}")
         if self.kv_bytes is not None and self.kv_bytes <= 0:
             raise ConfigError("--kv-bytes must be positive, such as 512MB")
+        if self.move_after_s is not None and self.move_after_s < 0:
+            raise ConfigError("--move-after must be 0 or more")
         if self.local_layers < 0:
             raise ConfigError("--local-layers must be 0 or more")
         for name in (

@@ -31,6 +31,7 @@ from aiohttp import web
 from kvasir_node.locks import FolderLock
 from market.client import MarketClient
 from market.config import MarketConfig
+from market.moving import MoveRules
 from market.messages import RelayListing
 from market.plans import Plan, PlanId, plan_id, sign_plan
 from market.server import Market
@@ -150,6 +151,7 @@ class _Daemon:
                 database=f"sqlite:///{config.state_dir.resolve() / 'market.db'}",
                 public_urls=_normal(urls),
                 trusted_proxies=config.trusted_proxies,
+                moving=MoveRules(patience_s=config.move_after_s),
             ),
             root=keys.root_public,
             keys=lambda: self.backbone.keys.market,

@@ -156,6 +156,7 @@ class Operator:
             "fallback": self._backbone.config.fallback,
             "fallback_rows": swarm.dispatcher.stats.fallback_rows,
             "windows": overview.show_windows(swarm, await self._ask_gaps()),
+            "moves": overview.show_moves(await self._ask_gaps()),
         }
         return web.json_response(body)
 

@@ -79,6 +79,20 @@ def show_windows(swarm: Swarm, gaps: GapsAnswer | None) -> list[dict[str, Any]]:
     return shown
 
 
+def show_moves(gaps: GapsAnswer | None) -> list[dict[str, Any]]:
+    """The moves of replicas within the last hour, the latest first."""
+    return [
+        {
+            "leaves": move.leaves.name,
+            "takes": move.takes.name,
+            "state": move.state,
+            "reason": move.reason,
+            "age_s": move.age_s,
+        }
+        for move in (() if gaps is None else gaps.moves)
+    ]
+
+
 def show_nodes(swarm: Swarm, credits: Mapping[PublicKey, CreditStatement]) -> list[dict[str, Any]]:
     """Every device with a claim, or that earned and left not long ago. `credits` is by wallet."""
     totals = swarm.book.all_totals()

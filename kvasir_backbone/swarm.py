@@ -36,11 +36,11 @@ from market.plans import Plan, PlanId, WindowHashes, sign_hashes
 from market.swarm import OperatingKey
 from market.windows import Window
 from relay.channel import Channel
-from relay.errors import KvasirError, Refused, Unreachable
+from relay.errors import KvasirError, Unreachable
 from relay.identity import Certificate, PublicKey, SigningKey, address_of
 from relay.paths import PathConfig, Paths
 from relay.secure import SecureSession
-from relay.transport import RelayClient, relay_endpoint
+from relay.transport import RelayClient
 
 from .arbitration import Arbiter
 from .audit import QUARANTINE_S, NormBand, limit_of
@@ -53,6 +53,7 @@ from .dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from .links import DeviceLink
 from .pace import MIN_FAILOVER_S
 from .proving import Prover
+from .relays import Relays
 from .reporting import Reporter
 from .roster import Replica, Roster
 from .weighting import WeightedDispatcher, cuts_a_layer
@@ -65,10 +66,6 @@ DIRECT_HANDSHAKE_S: Final = 3.0
 
 PATHS: Final = PathConfig(relay_timeout_s=5.0)
 """How the ways to a device are tried."""
-
-RELAYS_S: Final = 10.0
-RELIST_S: Final = 1.0
-"""How often the market is asked for its list of relays, and how soon again when one comes or goes."""
 
 MOVES_PER_S: Final = 500
 """How many sessions at most begin to leave a draining relay in one second."""
@@ -149,10 +146,15 @@ class Swarm:
         self._gone: dict[PublicKey, float] = {}  # devices without claims, and since when
         self._stale: set[tuple[bytes, int]] = set()  # leases whose device refused them at that epoch
         self._starts: dict[PublicKey, int] = {}
-        self._relays: dict[PublicKey, RelayClient] = {}
-        self._relay_tasks: dict[PublicKey, asyncio.Task[None]] = {}
-        self._listed: dict[PublicKey, RelayInfo] = {}
-        self._relist = asyncio.Event()
+        self._relays = Relays(
+            market=market,
+            keys=keys,
+            start_generation=config.start_generation,
+            http=http,
+            rng=self._rng,
+            named=self._named_relays,
+            on_change=self._on_relay,
+        )
         self._ways: dict[PublicKey, Paths] = {}
         self._addresses: dict[PublicKey, tuple[str, ...]] = {}
         self._dialler = Dialler(
@@ -297,7 +299,7 @@ class Swarm:
         try:
             async with self._dialler, asyncio.TaskGroup() as group:
                 self._group = group
-                group.create_task(self._keep_relays())
+                group.create_task(self._relays.run(group))
                 group.create_task(self._follow())
                 group.create_task(self._make_hashes())
                 group.create_task(self._report_demand())
@@ -317,54 +319,12 @@ class Swarm:
 
     # --- relays --------------------------------------------------------------------------------------
 
-    async def _keep_relays(self) -> None:
-        assert self._group is not None
-        pause = 0.2
-        while True:
-            self._relist.clear()
-            try:
-                swarm = await self._market.swarm()
-            except KvasirError as error:
-                _log.warning("market.unreachable", reason=str(error), code=error.code)
-                await asyncio.sleep(self._rng.uniform(0.0, pause))
-                pause = min(LONGEST_PAUSE_S, 2 * pause)
-                continue
-            pause = 0.2
-            self._listed = {relay.key: relay for relay in swarm.relays}
-            for relay in swarm.relays:
-                self._keep_relay(relay)
-            self._leave_relays()
-            await asyncio.sleep(RELIST_S)
-            try:
-                async with asyncio.timeout(RELAYS_S):
-                    await self._relist.wait()
-            except TimeoutError:
-                pass
+    def _named_relays(self) -> set[PublicKey]:
+        """The relays that claims name."""
+        return {relay.key for holding in self.directory.all() for relay in holding.assignment.relays}
 
-    def _keep_relay(self, relay: RelayInfo) -> None:
-        """Be connected to a relay that is listed, or that a claim names; once, wherever it is."""
-        assert self._group is not None
-        client = self._relays.get(relay.key)
-        if client is not None and client.url == relay_endpoint(relay.url):
-            return
-        if client is not None:
-            self._relay_tasks[relay.key].cancel()
-        self._relays[relay.key] = client = self._relay_client(relay.url, relay.key)
-        self._relay_tasks[relay.key] = self._group.create_task(self._run_relay(relay.key, client))
-
-    def _leave_relays(self) -> None:
-        """Try no longer to reach relays that are gone: not connected, not listed, named by no claim."""
-        named = {relay.key for holding in self.directory.all() for relay in holding.assignment.relays}
-        for key, client in list(self._relays.items()):
-            if not client.connected and key not in self._listed and key not in named:
-                self._relay_tasks[key].cancel()
-
-    def _on_relay(self, key: PublicKey) -> None:
+    def _on_relay(self, client: RelayClient) -> None:
         """A relay was connected, or goes away: links without a session dial, those through it move."""
-        self._relist.set()
-        client = self._relays.get(key)
-        if client is None or not client.connected:
-            return
         if client.leaving:
             there = [self._links[d] for d, p in self._ways.items() if p.relay is client and d in self._links]
             for number, link in enumerate(there):  # handshakes cost: not all in one moment
@@ -374,39 +334,12 @@ class Swarm:
             if link.session is None:
                 link.hurry()
 
-    def _relay_client(self, url: str, key: PublicKey) -> RelayClient:
-        return RelayClient(
-            url,
-            self._keys().signing,
-            role="backbone",
-            root=self._keys().certificate.swarm,
-            ticket=lambda: self._market.ticket(key, start_generation=self._config.start_generation),
-            start_generation=self._config.start_generation,
-            on_change=lambda: self._on_relay(key),
-            http=self._http,
-        )
-
-    async def _run_relay(self, key: PublicKey, client: RelayClient) -> None:
-        """The boundary for one relay: one that refuses us for good is left; a duplicate of us ends us."""
-        try:
-            await client.run()
-        except* KvasirError as group:
-            error = group.exceptions[0]
-            if isinstance(error, Refused) and error.code == "duplicate":
-                raise Refused(
-                    "duplicate", "another backbone runs with the keys of this state directory: stop one"
-                ) from None
-            _log.error("relay.refused", relay=client.url, reason=str(error))
-        finally:
-            if self._relays.get(key) is client:
-                del self._relays[key], self._relay_tasks[key]
-
     def _paths(self, device: PublicKey) -> Paths:
         """The ways to a device. A relay serves at once; a direct way is looked for when its link wants it."""
         return Paths(
             device,
             addresses=lambda: self._direct_urls(device),
-            relays=lambda: list(self._relays.values()),
+            relays=lambda: self._relays.clients,
             preferred=lambda: self._relays_of(device),
             handshake=lambda channel: self._shake(device, channel),
             http=self._http,
@@ -567,7 +500,7 @@ class Swarm:
         """Be at the relays that the device's claims name; its session moves where it likes another better."""
         for holding in self.directory.of(device):
             for relay in holding.assignment.relays:
-                self._keep_relay(relay)
+                self._relays.keep(relay)
         paths, link = self._ways.get(device), self._links.get(device)
         if paths is None or link is None:
             return
@@ -949,12 +882,12 @@ class Swarm:
     def relays(self) -> list[tuple[RelayInfo, RelayClient | None, int]]:
         """Each relay that is listed: what the market says, this side's connection, and its sessions there."""
         through = Counter(p.relay.relay_key for p in self._ways.values() if p.relay is not None)
-        return [(info, self._relays.get(key), through[key]) for key, info in self._listed.items()]
+        return [(info, self._relays.client(key), through[key]) for key, info in self._relays.listed.items()]
 
     @property
     def relays_connected(self) -> int:
         """Relays this backbone is connected to."""
-        return sum(client.connected for client in self._relays.values())
+        return self._relays.connected
 
 
 def _is_out(reason: str) -> bool:

@@ -19,6 +19,7 @@ from relay.logs import LEVELS, configure
 from relay.loop import run
 
 from .config import MarketConfig
+from .moving import MoveRules, parse_patience
 from .requests import decode_bytes, encode_bytes
 from .server import serve
 from .swarm import (
@@ -76,6 +77,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NETWORK",
         help="a reverse proxy whose X-Forwarded-For counts, such as 10.0.0.0/8; may be repeated",
     )
+    running.add_argument(
+        "--move-after",
+        default="60",
+        metavar="SECONDS",
+        help="how long a window lacks owners before one of another window is asked to move; or never "
+        "(default: %(default)s)",
+    )
     running.add_argument("--log-level", choices=sorted(LEVELS), default="info")
     running.set_defaults(command=_run)
 
@@ -115,6 +123,7 @@ def _run(arguments: argparse.Namespace) -> None:
         port=arguments.port,
         state_dir=arguments.state_dir,
         trusted_proxies=tuple(arguments.trusted_proxy),
+        moving=MoveRules(patience_s=parse_patience(arguments.move_after)),
     )
     use_uvloop = os.environ.get("KVASIR_LOOP") != "default"
     run(serve(config, ready=_say), use_uvloop=use_uvloop)

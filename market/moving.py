@@ -13,6 +13,7 @@ Pure: facts, time and randomness in, moves out. What a move is made of is `marke
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -118,6 +119,19 @@ class Move:
 
     mover: Mover
     offer: Offer
+
+
+def parse_patience(text: str) -> float | None:
+    """`--move-after`: seconds from 0, or "never" as None. Raises `ConfigError`."""
+    if text == "never":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"--move-after is a number of seconds from 0, or never; not {text!r:.80}")
+    return seconds
 
 
 def allowed_a_minute(devices: int, rules: MoveRules) -> int:

@@ -16,7 +16,8 @@ from market.messages import MoveRow
 from market.moving import MoveRules
 from market.windows import Window
 from tests.node.test_daemon import RunningNode, node
-from tests.support.node_swarm import NodeSwarm, node_swarm
+from tests.support.experts import tiny_plan
+from tests.support.node_swarm import WIDTH, WINDOWS, NodeSwarm, node_swarm
 from tests.support.occupants import occupants
 from tests.support.waiting import until
 
@@ -123,9 +124,20 @@ async def test_the_old_window_serves_while_the_new_one_is_fetched(tmp_path: Path
 
 
 async def test_a_disk_with_room_for_one_window_lets_the_old_one_go_first(tmp_path: Path) -> None:
-    async with crowd(tmp_path / "probe") as probe:
-        size = sum(span.nbytes for span in probe.swarm.plan.window_ranges(probe.full))
+    plan, _, _ = tiny_plan(width=WIDTH, windows=WINDOWS)
+    size = sum(span.nbytes for span in plan.window_ranges(WINDOWS[0]))
     async with crowd(tmp_path, cache_bytes=size + size // 2) as swarm:
+        swarm.swarm.weights_open.clear()
+
+        def left_and_fetching() -> bool:
+            held = [list(one.status.windows.values()) for one in swarm.nodes]
+            return any(
+                [(w.window, w.step) for w in each] == [(str(swarm.empty), "fetching")] for each in held
+            )
+
+        await until(left_and_fetching, timeout=20.0, what="the old window given up before the fetch")
+        assert await swarm.proven() == [swarm.full]
+        swarm.swarm.weights_open.set()
         await swarm.ends("moved")
         assert await swarm.proven() == [swarm.full, swarm.empty]
 
@@ -196,7 +208,7 @@ async def test_the_last_owner_keeps_its_window_though_the_new_one_is_here(tmp_pa
         await session.session.close()
 
 
-async def test_a_pause_in_the_middle_of_a_move_gives_everything_back(tmp_path: Path) -> None:
+async def test_a_node_that_stops_in_the_middle_of_a_move_gives_everything_back(tmp_path: Path) -> None:
     async with crowd(tmp_path) as swarm:
         swarm.swarm.weights_open.clear()
         await until(lambda: any(len(one.status.windows) == 2 for one in swarm.nodes), what="a move taken")

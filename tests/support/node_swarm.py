@@ -54,6 +54,7 @@ from tests.support.experts import tiny_plan
 GENERATION = 1
 WIDTH = 24
 PRECISION = "stored"
+WINDOWS = (Window(0, 1, 0, 8), Window(1, 2, 0, 8))
 
 
 class Site:
@@ -303,7 +304,7 @@ def _whole(plan: Plan) -> Window:
 async def node_swarm(
     folder: Path,
     *,
-    windows: tuple[Window, ...] = (Window(0, 1, 0, 8), Window(1, 2, 0, 8)),
+    windows: tuple[Window, ...] = WINDOWS,
     moving: MoveRules | None = None,
 ) -> AsyncIterator[NodeSwarm]:
     """A running `NodeSwarm`; the plan is not yet published."""
