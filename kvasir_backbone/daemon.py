@@ -31,8 +31,8 @@ from aiohttp import web
 from kvasir_node.locks import FolderLock
 from market.client import MarketClient
 from market.config import MarketConfig
-from market.moving import MoveRules
 from market.messages import RelayListing
+from market.moving import MoveRules
 from market.plans import Plan, PlanId, plan_id, sign_plan
 from market.server import Market
 from market.swarm import SwarmKeys

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from . import Report
 from .process import environment
+from .statistic import Pair, interval, median_of, ratio, share
 
 FOLDER = Path(__file__).resolve().parent.parent
 HIDDEN, EXPERTS, NARROW = 3072, 8, 64
@@ -39,8 +39,6 @@ WARM_UP = 40
 RIVAL_PAIRS, RIVAL_RUNS = 24, 5
 HIVEMIND = "hivemind==1.1.12"
 INSTALL_S = 1_800
-
-Pair = tuple[float, float]
 
 
 class Talker:
@@ -175,31 +173,9 @@ def install(folder: Path) -> Path | None:
 # --- figures ------------------------------------------------------------------------------------------
 
 
-def median_of(column: int, pairs: Sequence[Pair]) -> float:
-    """The median of one side of pairs."""
-    return statistics.median(pair[column] for pair in pairs)
-
-
 def added_ms(pairs: Sequence[Pair]) -> float:
     """What a call takes beyond the kernel, medians of both, in ms."""
     return (median_of(1, pairs) - median_of(0, pairs)) * 1e3
-
-
-def share(pairs: Sequence[Pair]) -> float:
-    """The first side over the second, medians of both."""
-    return median_of(0, pairs) / median_of(1, pairs)
-
-
-def ratio(pairs: Sequence[Pair]) -> float:
-    """The median of the pairs' own ratios."""
-    return statistics.median(first / second for first, second in pairs)
-
-
-def interval(statistic: Callable[[Sequence[Pair]], float], pairs: Sequence[Pair]) -> list[float]:
-    """The 95 % bootstrap interval of a statistic of pairs."""
-    rng = random.Random(0)
-    found = sorted(statistic(rng.choices(pairs, k=len(pairs))) for _ in range(1_000))
-    return [round(found[25], 3), round(found[974], 3)]
 
 
 def figures(measured: dict[tuple[str, str], list[Pair]], rival: list[Pair]) -> dict[str, object]:

@@ -14,7 +14,9 @@ import aiohttp
 
 @dataclass(slots=True)
 class Stream:
-    """One streamed completion. `times` are when tokens came, monotonic seconds; `status` 0: no answer."""
+    """One streamed completion. `times` are when events with tokens came, monotonic seconds, and `counts` how
+    many each brought (drafted ones come together); `status` 0: no answer.
+    """
 
     asked_at: float
     status: int = 0
@@ -22,6 +24,7 @@ class Stream:
     numerics: str = ""
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     error: str = ""
     ended_at: float = 0.0
 
@@ -36,6 +39,16 @@ class Stream:
         return self.times[0] - self.asked_at
 
     @property
+    def token_times(self) -> list[float]:
+        """When each token came."""
+        return [at for at, count in zip(self.times, self.counts, strict=True) for _ in range(count)]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second after the first event."""
+        return (len(self.token_ids) - self.counts[0]) / (self.times[-1] - self.times[0])
+
+    @property
     def gaps(self) -> list[float]:
         """Seconds between tokens."""
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
@@ -46,11 +59,14 @@ class Stream:
         return max([self.first_s, *self.gaps]) if self.times else math.inf
 
 
-def session() -> aiohttp.ClientSession:
-    """A client session without a bound of its own on connections; each wait has a deadline."""
+def session(*, total_s: float = 180, silent_s: float = 60) -> aiohttp.ClientSession:
+    """A client session without a bound of its own on connections; each wait has a deadline.
+
+    A request may take `total_s`, and be silent for `silent_s`.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=180, sock_connect=20, sock_read=60),
+        timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=20, sock_read=silent_s),
     )
 
 
@@ -98,6 +114,7 @@ def _take(event: dict[str, Any], found: Stream) -> None:
     for choice in event["choices"]:
         if choice["token_ids"]:
             found.times.append(time.monotonic())
+            found.counts.append(len(choice["token_ids"]))
             found.token_ids += choice["token_ids"]
 
 

@@ -30,10 +30,11 @@ from _sizing import Cut
 from _swarm import DEADLINE_S, LocalSwarm, cut_of
 
 from . import Report
-from .call import Talker, interval, ratio
+from .call import Talker
 from .checkpoint import Shape, shape_argument
 from .clients import Stream, session, stream
 from .process import in_child
+from .statistic import Pair, interval, ratio
 
 SHAPE: Final = Shape(
     layers=24, experts=256, top_k=8, hidden=256, expert_width=64, heads=4, kv_heads=2, head_dim=64
@@ -43,8 +44,6 @@ PROMPT_TOKENS, TOKENS = 16, 64
 TRIAL_TOKENS = 12
 PAIRS = 7
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-
-Pair = tuple[float, float]
 
 
 @dataclass(slots=True)

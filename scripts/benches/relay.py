@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import Report
+from .statistic import interval
 
 PAIRS = 24
 IDLE = 5_000
@@ -67,13 +67,6 @@ class Role:
         self.close()
 
 
-def interval(values: Sequence[float]) -> list[float]:
-    """The 95 % bootstrap interval of the median."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2_000))
-    return [round(medians[50], 3), round(medians[1_949], 3)]
-
-
 def run(work_dir: Path | None) -> Report:
     """Measure all of it; about two minutes."""
     figures: dict[str, object] = {}
@@ -114,9 +107,9 @@ def speed(loop: str) -> dict[str, object]:
     goodput = [a / b for a, b in zip(found["goodput_relay"], found["goodput_proxy"], strict=True)]
     return {
         "goodput_vs_proxy": round(statistics.median(goodput), 3),
-        "goodput_vs_proxy_interval": interval(goodput),
+        "goodput_vs_proxy_interval": interval(statistics.median, goodput),
         "rtt_vs_proxy": round(statistics.median(rtt), 3),
-        "rtt_vs_proxy_interval": interval(rtt),
+        "rtt_vs_proxy_interval": interval(statistics.median, rtt),
         "goodput_mb_s": round(statistics.median(found["goodput_relay"]) / 1e6, 1),
         "proxy_goodput_mb_s": round(statistics.median(found["goodput_proxy"]) / 1e6, 1),
         "rtt_us": round(statistics.median(found["rtt_relay"]) * 1e6, 1),
@@ -157,7 +150,7 @@ def frozen_receiver(pairs: int = PAIRS, seconds: float = 0.5) -> dict[str, objec
     ratios = [a / b for a, b in zip(found["with"], found["without"], strict=True)]
     return {
         "frozen_receiver_p99": round(statistics.median(ratios), 3),
-        "frozen_receiver_p99_interval": interval(ratios),
+        "frozen_receiver_p99_interval": interval(statistics.median, ratios),
         "p99_ms_without": round(statistics.median(found["without"]) * 1e3, 3),
     }
 

@@ -23,18 +23,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 from _processes import Children, Failed
 from _sizing import Cut
 from _swarm import LocalSwarm
 
 from . import Report
 from .checkpoint import Shape, shape_argument
+from .clients import Stream, session, stream
 from .process import in_child
 
 ROUND_TRIP_S: Final = 0.030
@@ -51,34 +50,16 @@ NODES: Final = 2
 ALONE_TOKENS: Final = 16
 DRAFTED_TOKENS: Final = 96
 STREAMS: Final = 256
-STREAM_TOKENS: Final = 20
+STREAM_TOKENS: Final = 32
 STEP_THREADS: Final = 4
 UPLINK_STREAMS: Final = {"ids_only": 48, "weighted": 128}
 UPLINK_TOKENS: Final = 10
 LONG_PROMPT: Final = 512
+REQUEST_S: Final = 600.0
+"""How long a text may take at most."""
 
 SEGMENT: Final = 8
 """Tokens of the piece of text that repeats itself in the drafting part."""
-
-
-@dataclass(slots=True)
-class Stream:
-    """One completion as it came: when each token arrived (monotonic seconds), and the tokens."""
-
-    sent_at: float
-    at: list[float] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-
-    @property
-    def first_s(self) -> float:
-        """Time to the first token."""
-        return self.at[0] - self.sent_at
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second after the first arrival."""
-        after = sum(1 for at in self.at if at > self.at[0])
-        return after / (self.at[-1] - self.at[0])
 
 
 def run(work_dir: Path | None) -> Report:
@@ -128,7 +109,7 @@ def latency_bound(folder: Path, model: Path, limit: float) -> dict[str, object]:
         "drafting_tokens_per_s": round(drafted.tokens_per_s, 3),
         "drafting_vs_limit": round(drafted.tokens_per_s / limit, 2),
         "drafting_tokens_per_trip": round(float(trips["tokens_per_trip"]), 2),
-        "drafting_text_period": period(drafted.ids),
+        "drafting_text_period": period(drafted.token_ids),
         "aggregate_tokens_per_s": round(together(many), 1),
         "aggregate_swarm": f"weighted, {STREAMS} streams, {STEP_THREADS} step threads",
     }
@@ -158,11 +139,11 @@ def upload_bound(folder: Path, model: Path, mode: str) -> dict[str, object]:
 
 def together(streams: Sequence[Stream]) -> float:
     """Tokens a second of all streams, from when all of them have begun until the first ends."""
-    start = max(stream.at[0] for stream in streams)
-    end = min(stream.at[-1] for stream in streams)
+    start = max(text.times[0] for text in streams)
+    end = min(text.times[-1] for text in streams)
     if end <= start:
         raise Failed("the first stream ended before the last one began: give them more tokens")
-    return sum(1 for stream in streams for at in stream.at if start < at <= end) / (end - start)
+    return sum(start < at <= end for text in streams for at in text.token_times) / (end - start)
 
 
 def period(ids: Sequence[int]) -> int:
@@ -317,36 +298,13 @@ def _exactly(end: socket.socket, size: int) -> bytes:
 
 
 async def _ask_all(url: str, model: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[Stream]:
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-        return list(await asyncio.gather(*(_complete(http, model, ids, tokens) for ids in prompts)))
-
-
-async def _complete(http: aiohttp.ClientSession, model: str, ids: Sequence[int], tokens: int) -> Stream:
-    body = {
-        "model": model,
-        "prompt": list(ids),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    }
-    stream = Stream(time.monotonic())
-    async with http.post("/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise Failed(f"the API answered {response.status}: {(await response.text())[:500]}")
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise Failed(f"the API ended the text: {event['error']['message']}")
-            now = time.monotonic()
-            for choice in event["choices"]:
-                stream.ids += choice["token_ids"]
-                stream.at += [now] * len(choice["token_ids"])
-    return stream
+    async with session(total_s=REQUEST_S, silent_s=REQUEST_S) as http:
+        asked = [stream(http, url, model, list(ids), tokens) for ids in prompts]
+        found = await asyncio.gather(*asked)
+    for text in found:
+        if not text.complete:
+            raise Failed(f"a text failed: {text.status} {text.error}")
+    return list(found)
 
 
 @contextmanager

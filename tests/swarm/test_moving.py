@@ -1,4 +1,4 @@
-"""Two nodes with room for one window each hold the same one; the market has one of them take the other window.
+"""Two nodes with room for one window hold the same one; the market has one of them take the other window.
 
 Real processes, as a newcomer runs them.
 """
