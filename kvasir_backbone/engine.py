@@ -21,18 +21,28 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from relay.errors import ConfigError, KvasirError, Refused
+from relay.errors import KvasirError, Refused
 
 from .drafting import Drafting, Speculation, StepCost
-from .generation import FinishReason, Generation, GenerationRequest, Outcome, RequestStats, Token
+from .engine_state import (
+    Counters,
+    Delivery,
+    EngineConfig,
+    EngineStats,
+    Model,
+    RequestState,
+    check_prompt,
+    hand_over,
+    scheduling,
+)
+from .generation import Generation, GenerationRequest, Outcome, RequestStats, Token
 from .microbatches import StepPace, share
 from .sampling import Sampler
-from .scheduler import Scheduler, SchedulerConfig, Segment, Step
+from .scheduler import Scheduler, Segment, Step
 
 if TYPE_CHECKING:
     from .model import StepResult, Work
@@ -45,139 +55,6 @@ IDLE_S: Final = 0.05
 """How long a step thread waits where requests exist and none can go on, seconds."""
 SPARE_S: Final = 1.0
 """How often a step thread looks around that was not woken, seconds."""
-
-
-class Model(Protocol):
-    """What the engine needs of a model; `BackboneModel` is one."""
-
-    packed: bool
-    chunked: bool
-    kv_token_bytes: int
-    state_bytes: int
-    context_length: int
-    vocabulary: int
-    eos_ids: frozenset[int]
-    routed: tuple[int, int]
-
-    def forward(self, works: Sequence[Work]) -> StepResult:
-        """Compute these segments."""
-        ...
-
-    def release(self, request: int) -> None:
-        """Free a request's keys and values."""
-        ...
-
-    def trim(self, request: int, positions: int) -> None:
-        """Forget what was noted of a request beyond its first `positions`: rejected drafts."""
-        ...
-
-    def forget(self, request: int) -> None:
-        """Free everything of a request."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The bounds of an engine."""
-
-    kv_bytes: int = 1 << 30
-    """Bytes that the keys and values of all requests together may take."""
-    block_tokens: int = 32
-    """Positions a KV block holds."""
-    chunk_rows: int = 128
-    """Rows of a prefill chunk. Part of the numerics: another value gives other last bits."""
-    step_rows: int = 512
-    """Rows of a step over which no further prefill chunk is added."""
-    step_threads: int = 2
-    """Threads that compute steps. Models whose requests cannot share a pass use one: its passes run side
-    by side by themselves."""
-    max_running: int = 256
-    """Requests computed at one time, as far as the KV cache holds them."""
-    max_waiting: int = 256
-    """Requests waiting for that; one more is refused."""
-    outbox_tokens: int = 256
-    """Tokens that a client may leave unread before its request pauses."""
-    drafting: bool = True
-    """Guess coming tokens where that pays. Only models whose requests share a pass: in the others a row's
-    last bits depend on how many rows are computed with it, and drafts would show in the text."""
-
-    def __post_init__(self) -> None:
-        bounds = ("kv_bytes", "block_tokens", "chunk_rows", "step_rows")
-        for name in (*bounds, "step_threads", "max_running", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1")
-        if self.outbox_tokens < 2:
-            raise ConfigError("outbox_tokens must be at least 2")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine's figures since it started."""
-
-    running: int
-    waiting: int
-    steps: int
-    rows: int
-    generated_tokens: int
-    finished: Mapping[str, int]
-    preemptions: int
-    kv_blocks: int
-    kv_blocks_free: int
-    step_s: float
-    step_threads: int
-    micro_batches: int
-    """Into how many the running requests are split now."""
-    trips: int
-    """Steps of a request that gave it tokens, over all requests."""
-    drafted: int
-    """Drafted tokens that were computed."""
-    accepted: int
-    """Those of them that stood."""
-    tokens_per_trip: float
-    """Tokens that a step gave to a request on average; 1 without drafting."""
-
-
-@dataclass(slots=True)
-class _State:
-    """A request as the step threads see it."""
-
-    generation: Generation
-    tokens: list[int]
-    prompt: int
-    max_tokens: int
-    sampler: Sampler
-    submitted_at: float
-    unread: int = 0
-    cancelled: bool = False
-    speculation: Speculation | None = None
-    trips: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    first_token_at: float | None = None
-    finished_at: float | None = None
-    outcome: Outcome | None = None
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt
-
-
-@dataclass(slots=True)
-class _Counters:
-    steps: int = 0
-    rows: int = 0
-    tokens: int = 0
-    trips: int = 0
-    preemptions: int = 0
-    step_s: float = 0.0
-    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
-        ("stop", "length", "cancelled", "failed"), 0
-    ))  # fmt: skip
-
-
-_Delivery = tuple[Generation, Token | None, bool, FinishReason | None, BaseException | None]
 
 
 class Engine:
@@ -201,22 +78,11 @@ class Engine:
         self.model = model
         self._clock = clock
         self._draw_seed = draw_seed
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                total_blocks=self._total_blocks(),
-                state_blocks=self._state_blocks(),
-                block_tokens=self.config.block_tokens,
-                chunk_rows=self.config.chunk_rows if model.chunked else model.context_length,
-                rowwise_rows=self.config.chunk_rows if model.packed else 1,
-                step_rows=max(self.config.step_rows, self.config.max_running),
-                max_running=self.config.max_running,
-                max_waiting=self.config.max_waiting,
-            )
-        )
-        self._states: dict[int, _State] = {}
+        self._scheduler = Scheduler(scheduling(self.config, model))
+        self._states: dict[int, RequestState] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Condition()
-        self._arrived: deque[_State] = deque()
+        self._arrived: deque[RequestState] = deque()
         self._cancelled: deque[int] = deque()
         self._threads: list[threading.Thread] = []
         self._alive = 0
@@ -227,7 +93,7 @@ class Engine:
         self._drafting: Drafting | None = None
         if self.config.drafting and model.packed:
             self._drafting = drafting or Drafting(StepCost(*model.routed))
-        self._counters = _Counters()
+        self._counters = Counters()
 
     async def __aenter__(self) -> Engine:
         self.start()
@@ -278,7 +144,7 @@ class Engine:
             request.choice,
         )
         generation = Generation(next(self._ids), request, self, asyncio.get_running_loop())
-        state = _State(generation, prompt, len(prompt), max_tokens, sampler, self._clock())
+        state = RequestState(generation, prompt, len(prompt), max_tokens, sampler, self._clock())
         if self._drafting is not None:
             state.speculation = self._drafting.begin(prompt)
         with self._lock:
@@ -340,7 +206,7 @@ class Engine:
         """See `Owner.request_stats`."""
         with self._lock:
             state = self._states.get(generation.id)
-            stats = generation.final if state is None else _stats_of(state)
+            stats = generation.final if state is None else state.stats
         assert stats is not None
         return stats
 
@@ -459,7 +325,7 @@ class Engine:
             if self._drafting is not None and decoded:
                 self._drafting.cost.observe(step.rows, seconds)
 
-    def _failed(self, segments: Sequence[Segment], fault: Exception) -> list[_Delivery]:
+    def _failed(self, segments: Sequence[Segment], fault: Exception) -> list[Delivery]:
         """End every request of a step that broke, whatever broke it."""
         if isinstance(fault, KvasirError):
             error = fault
@@ -508,7 +374,7 @@ class Engine:
                 made.append(state.sampler.sample(logits, state.generated + place))
             except FloatingPointError as error:
                 return KvasirError(f"{error}: the model or an expert's weights are damaged")
-            if self._finish(state, made) is not None:
+            if state.finish(made, self.model.eos_ids) is not None:
                 break
             if place < segment.drafts and speculation is not None and made[-1] != speculation.draft[place]:
                 break
@@ -519,7 +385,7 @@ class Engine:
             speculation.extend(made)
         return made
 
-    def _settle(self, segment: Segment, sampled: list[int] | KvasirError) -> list[_Delivery]:
+    def _settle(self, segment: Segment, sampled: list[int] | KvasirError) -> list[Delivery]:
         """What a computed segment means for its request. The lock is held."""
         state = self._states[segment.request]
         if isinstance(sampled, KvasirError):
@@ -537,7 +403,7 @@ class Engine:
             self._counters.trips += 1
         return [self._append(state, token) for token in sampled]
 
-    def _append(self, state: _State, id: int) -> _Delivery:
+    def _append(self, state: RequestState, id: int) -> Delivery:
         """Note one new token; end the request where it is the last. The lock is held."""
         now = self._clock()
         token = Token(id, state.generated, now)
@@ -545,7 +411,7 @@ class Engine:
         state.first_token_at = state.first_token_at or now
         self._counters.tokens += 1
         state.unread += 1
-        finish = self._finish(state, ())
+        finish = state.finish((), self.model.eos_ids)
         if finish is not None:
             self._end(state, finish, None)
             return (state.generation, token, True, finish, None)
@@ -554,26 +420,19 @@ class Engine:
             self._scheduler.pause(state.generation.id, True)
         return (state.generation, token, False, None, None)
 
-    def _finish(self, state: _State, more: Sequence[int]) -> FinishReason | None:
-        """Whether the newest token is the last, and why; `more` are tokens that are not yet noted."""
-        newest = more[-1] if more else state.tokens[-1]
-        if newest in self.model.eos_ids and not state.generation.request.ignore_eos:
-            return "stop"
-        return "length" if state.generated + len(more) >= state.max_tokens else None
-
-    def _end(self, state: _State, outcome: Outcome, error: BaseException | None) -> _Delivery:
+    def _end(self, state: RequestState, outcome: Outcome, error: BaseException | None) -> Delivery:
         """Forget a request everywhere; what is left is to tell its reader."""
         number = state.generation.id
         state.outcome, state.finished_at = outcome, self._clock()
         with self._lock:
             self._states.pop(number, None)
-            state.generation.final = _stats_of(state)
+            state.generation.final = state.stats
             self._scheduler.finish(number)
             self._counters.finished[outcome] += 1
         self.model.forget(number)
         return (state.generation, None, True, None, error)
 
-    def _end_anyway(self, state: _State, error: KvasirError) -> _Delivery:
+    def _end_anyway(self, state: RequestState, error: KvasirError) -> Delivery:
         """End a request of an engine that may have crashed: its reader hears of it, whatever is broken."""
         try:
             return self._end(state, "failed", error)
@@ -581,67 +440,16 @@ class Engine:
             _log.error("engine.crashed", reason=str(fault), trace="".join(traceback.format_exception(fault)))
             return (state.generation, None, True, None, error)
 
-    def _hand_over(self, deliveries: Sequence[_Delivery]) -> None:
-        """Wake every loop once with all it has to hear of."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
-        for delivery in deliveries:
-            by_loop.setdefault(delivery[0].loop, []).append(delivery)
-        for loop, mine in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_deliver_all, mine)
-            except RuntimeError:  # the loop is closed, and its readers with it
-                _log.debug("loop.closed", requests=len(mine))
+    def _hand_over(self, deliveries: Sequence[Delivery]) -> None:
+        """Tell the readers."""
+        hand_over(deliveries)
 
     # --- checks ------------------------------------------------------------------------------------------
 
-    def _total_blocks(self) -> int:
-        block = self.config.block_tokens * self.model.kv_token_bytes
-        least = block * (1 + self._state_blocks())
-        if self.config.kv_bytes < least:
-            raise ConfigError(
-                f"--kv-bytes {self.config.kv_bytes} is too small for this model: one request of "
-                f"{self.config.block_tokens} positions takes {least} bytes"
-            )
-        return self.config.kv_bytes // block
-
-    def _state_blocks(self) -> int:
-        """Blocks that hold what a request keeps beside its positions."""
-        return -(-self.model.state_bytes // (self.config.block_tokens * self.model.kv_token_bytes))
-
     def _max_tokens(self, request: GenerationRequest, prompt: Collection[int]) -> int:
-        if not prompt:
-            raise ConfigError("the prompt is empty")
-        if not all(0 <= token < self.model.vocabulary for token in prompt):
-            raise ConfigError(f"the prompt holds token ids outside 0 to {self.model.vocabulary - 1}")
-        context = self.model.context_length
-        if len(prompt) + (request.max_tokens or 1) > context:
-            raise ConfigError(
-                f"{len(prompt)} prompt tokens and {request.max_tokens or 1} new ones are more than the "
-                f"model's context of {context}: shorten the prompt or ask for fewer tokens"
-            )
+        check_prompt(request, prompt, self.model)
         wanted = request.max_tokens
         if wanted is None:
             wanted = max(1, self.room(len(prompt)))
         self._scheduler.check(len(prompt), wanted)
         return wanted
-
-
-def _deliver_all(deliveries: Sequence[_Delivery]) -> None:
-    for generation, token, ended, finish, error in deliveries:
-        generation.deliver(token, ended, finish, error)
-
-
-def _stats_of(state: _State) -> RequestStats:
-    return RequestStats(
-        prompt_tokens=state.prompt,
-        generated_tokens=state.generated,
-        submitted_at=state.submitted_at,
-        first_token_at=state.first_token_at,
-        finished_at=state.finished_at,
-        steps=state.steps,
-        preemptions=state.preemptions,
-        outcome=state.outcome,
-        trips=state.trips,
-        drafted=state.drafted,
-        accepted=state.accepted,
-    )

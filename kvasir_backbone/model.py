@@ -30,9 +30,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from kvasir_node.kernels.attention import load_attention
-from relay.errors import ConfigError, KvasirError
-
 from kvasir_node.kernels.operators import operators
+from relay.errors import ConfigError, KvasirError
 
 from . import packed, routing, traced
 from .checkpoint import Checkpoint
@@ -361,10 +360,13 @@ class BackboneModel:
         if self._products is None:
             self._take_over()
         expected = try_passes(self).logits
-        fused = () if self._products is not None else traced.find_norms(self.model)
-        for norms in (fused, ()):
+        if self._products is None:
+            shorter: traced.Shorter = {"norms": traced.find_norms(self.model)}
+        else:
+            shorter = {"turns": traced.Turns(self.model, self._products.operators.kernel.isa.number)}
+        for options in (shorter, traced.Shorter()):
             with _load_lock:
-                self._graph = traced.record(self._packed_pass, norms)
+                self._graph = traced.record(self._packed_pass, **options)
             try:
                 if self._graph is not None and all(map(np.array_equal, expected, try_passes(self).logits)):
                     return True
@@ -382,14 +384,15 @@ class BackboneModel:
             expected = try_passes(self)
         self._products = Products(found)
         try:
-            self._products.pack(seen, traced.find_norms(self.model))
-            made = try_passes(self, like=expected)
-            gap = max(map(distance, map(torch.from_numpy, made.logits), map(torch.from_numpy, expected.logits)))
+            gap = float("inf")
+            if self._products.pack(seen, traced.find_norms(self.model)):
+                made = try_passes(self, like=expected).logits
+                gap = max(map(distance, map(torch.tensor, made), map(torch.tensor, expected.logits)))
         except BaseException:
             self._products.restore()
             raise
         if gap <= PASS_LIMITS[DTYPES[self.dtype]]:
-            self.least_rows = 1
+            self.least_rows = MIN_ROWS if seen.others else 1
             _log.info("products.packed", matrices=self._products.count, norms=self._products.norms, d=gap)
             return
         _log.warning("products.rejected", d=gap, limit=PASS_LIMITS[DTYPES[self.dtype]], instead="torch")

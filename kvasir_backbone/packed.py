@@ -2,20 +2,20 @@
 
 The rows of all segments of a step lie behind one another in a batch of one; transformers' model runs over
 them as over one long text. Its attention function is ours: keys and values go to each request's own memory,
-and every segment attends to its own request only. The last rows of a batch are
-padding, so that no real row is in a matrix product of fewer than `MIN_ROWS` rows or among the last elements
-of an element-wise function; both would change its last bits with its company.
+and every segment attends to its own request only, all of them in one call of the C core, or by torch one by
+one. The last rows of a batch are padding, so that no real row is in a matrix product of fewer than `MIN_ROWS`
+rows or among the last elements of an element-wise function; both would change its last bits with its company.
 
 Knows segments, keys and values. Knows no experts, no tokens and no scheduling.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -84,7 +84,7 @@ class KvMemory:
     """Keys and values of every request, one growing tensor a request, layer and kind.
 
     A tensor has room for exactly the positions of the request's KV blocks: [1, kv heads, capacity, dim].
-    `attention` is what computes rows that see all positions up to their own; without it torch does.
+    `attention` is what computes with them; without it, and where it does not cover a layer, torch does.
     """
 
     def __init__(self, attention: Attention | None = None) -> None:
@@ -141,77 +141,51 @@ class _Placed:
     segment: Segment
     place: int
     kept: _Kept
-
-    def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the segment's keys and values; those of all positions up to its end."""
-        segment, rows = self.segment, self.segment.rows
-        keys, values = self.kept.of_layer(layer, key, value)
-        keys.narrow(2, segment.start, rows).copy_(key.narrow(2, self.place, rows))
-        values.narrow(2, segment.start, rows).copy_(value.narrow(2, self.place, rows))
-        return keys.narrow(2, 0, segment.end), values.narrow(2, 0, segment.end)
-
-
-@dataclass(slots=True)
-class _Few(_Placed):
-    """Rows that are computed each as if it came alone, which is how its position was the first time."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, out: Tensor
-    ) -> None:
-        """As `attend`, by torch: this segment's rows of `out`."""
-        keys, values = self._store(layer, key, value)
-        for row, end in enumerate(range(self.segment.start + 1, self.segment.end + 1), self.place):
-            made = _attend(query[:, :, row : row + 1], keys[:, :, :end], values[:, :, :end], None, scaling)
-            out[:, row : row + 1] = made.transpose(1, 2)
+    mask: Tensor | None = None
 
     def span(self) -> tuple[int, int, int, int, int]:
-        """This segment as the C core takes it: see `Attention.run`."""
+        """As the C core takes it: see `Attention.run`."""
         planes, _ = self.kept.planes.buffer_info()
         return planes, self.place, self.segment.start, self.kept.capacity, self.segment.rows
 
-
-@dataclass(slots=True)
-class _Chunk(_Placed):
-    """A prompt's chunk: always the same rows together."""
-
-    mask: Tensor
-
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, out: Tensor
     ) -> None:
-        """As `attend`: this segment's rows of `out`."""
-        keys, values = self._store(layer, key, value)
-        rows = query.narrow(2, self.place, self.segment.rows)
-        made = _attend(rows, keys, values, self.mask, scaling)
-        out.narrow(1, self.place, self.segment.rows).copy_(made.transpose(1, 2))
+        """This segment's rows of `out`, by torch: see `attend`."""
+        segment, rows = self.segment, self.segment.rows
+        query, key, value = (part.narrow(2, self.place, rows) for part in (query, key, value))
+        keys, values = (part[:, :, : segment.end] for part in self.kept.of_layer(layer, key, value))
+        keys[:, :, segment.start :] = key
+        values[:, :, segment.start :] = value
+        if segment.rowwise or rows == 1:
+            made = _rowwise(query, keys, values, segment, scaling)
+        else:
+            if self.mask is None:
+                self.mask = _causal(segment)
+            made = _attend(query, keys, values, self.mask, scaling)
+        out[:, self.place : self.place + rows] = made.transpose(1, 2)
 
 
 class PackedBatch:
-    """The segments of one forward pass, behind one another, and where each begins.
-
-    `rows` are the real ones. A segment is `few` where each of its rows sees all positions up to its own and is
-    to have the bits that it has alone: one row, or several of a rowwise segment. The others are `chunks`.
-    """
+    """The segments of one forward pass, behind one another, and where each begins; `rows` are real ones."""
 
     def __init__(self, segments: Sequence[Segment], memory: KvMemory) -> None:
         self.memory = memory
-        self.places: list[int] = []
+        self.placed: list[_Placed] = []
         self.rows = 0
-        self.few: list[_Few] = []
-        self.chunks: list[_Chunk] = []
         for segment in segments:
-            self.places.append(self.rows)
-            kept = memory.room(segment)
-            if segment.rowwise or segment.rows == 1:
-                self.few.append(_Few(segment, self.rows, kept))
-            else:
-                self.chunks.append(_Chunk(segment, self.rows, kept, _causal(segment)))
+            self.placed.append(_Placed(segment, self.rows, memory.room(segment)))
             self.rows += segment.rows
-        self.ready = min((each.kept.layers for each in self.few), default=0)
-        """So many first layers have memory in every few segment."""
-        self._spans = array("q")
+        self.places = [each.place for each in self.placed]
+        self._ready = min((each.kept.layers for each in self.placed), default=0)
+        self._spans = self._all_spans()
         self._shape: object = None
         self._form: Form | None = None
+
+    def step(self) -> AbstractContextManager[None]:
+        """While active, recorded graphs of this thread find this batch."""
+        attention = self.memory.attention
+        return nullcontext() if attention is None else attention.step(self._spans, self._ready, self.rows)
 
     def form_of(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Form | None:
         """How the C core computes this layer, or None; the same for most layers of a pass."""
@@ -228,22 +202,26 @@ class PackedBatch:
         return self._form
 
     def spans(self, layer: int, key: Tensor, value: Tensor) -> array[int]:
-        """The few segments as the C core takes them, with memory for this layer."""
-        if layer >= self.ready or not self._spans:
-            for each in self.few:
+        """The segments as the C core takes them, with memory for this layer."""
+        if layer >= self._ready:
+            for each in self.placed:
                 each.kept.of_layer(layer, key, value)
-            self._spans = array("q", itertools.chain.from_iterable(each.span() for each in self.few))
+            self._spans = self._all_spans()
         return self._spans
 
+    def _all_spans(self) -> array[int]:
+        return array("q", itertools.chain.from_iterable(each.span() for each in self.placed))
 
-@contextlib.contextmanager
+
+@contextmanager
 def packed(batch: PackedBatch) -> Iterator[None]:
     """Make `batch` the one of this thread's forward passes."""
     active.batch = batch
-    try:
-        yield
-    finally:
-        active.batch = None
+    with batch.step():
+        try:
+            yield
+        finally:
+            active.batch = None
 
 
 def packed_attention(
@@ -265,18 +243,14 @@ def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     [1, batch rows, heads, dim]; rows of padding are zeros.
     """
     batch: PackedBatch = active.batch
-    form = batch.form_of(query, key, value, scaling)
+    attention, form = batch.memory.attention, batch.form_of(query, key, value, scaling)
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    if form is not None:
-        attention = batch.memory.attention
-        assert attention is not None
+    if attention is not None and form is not None:
         attention.run(form, batch.spans(layer, key, value), layer, query, key, value, out)
-    else:
-        for few in batch.few:
-            few.attend(layer, query, key, value, scaling, out)
-        out[:, batch.rows :] = 0
-    for chunk in batch.chunks:
-        chunk.attend(layer, query, key, value, scaling, out)
+        return out
+    for each in batch.placed:
+        each.attend(layer, query, key, value, scaling, out)
+    out[:, batch.rows :] = 0
     return out
 
 
@@ -289,6 +263,15 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
     return functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
     )
+
+
+def _rowwise(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scaling: float) -> Tensor:
+    """Each row as if it came alone, which is how its position was computed the first time."""
+    made = [
+        _attend(query[:, :, row : row + 1], keys[:, :, :end], values[:, :, :end], None, scaling)
+        for row, end in enumerate(range(segment.start + 1, segment.end + 1))
+    ]
+    return torch.cat(made, dim=2)
 
 
 def _causal(segment: Segment) -> Tensor:

@@ -171,7 +171,7 @@ class StepRouting:
         return [number for number in range(count) if number not in self.failures]
 
     def _combine(self, outputs: Tensor, weights: Tensor, out: Tensor) -> None:
-        """The first rows of `out` = the sums over j of `outputs` [n, k, width] times `weights` [n, k], in fp32."""
+        """The first rows of `out` = the sums over k of `outputs` [n, k, width] times `weights` [n, k]."""
         weights = weights.float()
         if self.kernel is None or out.dtype not in DENSE_KINDS or outputs.dtype != out.dtype:
             out[: len(outputs)] = (outputs.float() * weights.unsqueeze(-1)).sum(1).to(out.dtype)

@@ -2,28 +2,40 @@
 
 transformers' forward pass costs more in Python than in arithmetic where a step has few rows. Recorded once,
 the same operations run from C++ in the same order on the same tensors: the same bits. What depends on the
-step stays ours: attention and experts are operators that call back, once a layer each. While the graph runs
-the interpreter lock is free for the other step thread and the event loop.
+step stays ours: attention and experts are operators that call back, once a layer each. Products, norms and
+rotary embeddings are the C core's where it is here (`products.py`). While the graph runs the interpreter lock
+is free for the other step thread and the event loop.
 
 A recording may have caught a number that it should not have (the rows of its example, say). So it is used
-only where it gives what the model itself gives, bit for bit, for passes of several sizes; else the model
-runs.
+only where it gives what the model's own code gives with the same products, bit for bit, for passes of several
+sizes; else that code runs.
 
 Knows torch's tracer and the packed form. Knows no requests and no swarm.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, TypedDict
 
 import torch
 from torch import Tensor
 
+from kvasir_node.kernels.operators import operators
+
 from . import packed, routing
+
+
+class Shorter(TypedDict, total=False):
+    """What a recording may put one operation in the place of: see `record`."""
+
+    norms: Sequence[Any]
+    turns: Turns
+
 
 EXAMPLE_ROWS: Final = 7
 """Rows of the example that is recorded; a number that no model has among its sizes."""
@@ -31,26 +43,29 @@ EXAMPLE_ROWS: Final = 7
 Pass = Callable[[Tensor, Tensor, Tensor], Tensor]
 """tokens [1, rows], positions [1, rows], rows wanted [n] -> logits [1, n, vocabulary]."""
 
+_ROPE: Final = "apply_rotary_pos_emb"
 _operators: Any = None
 _register_lock = threading.Lock()
 _fault = threading.local()
 
 
-def record(forward: Pass, norms: Sequence[Any] = ()) -> Pass | None:
+def record(forward: Pass, norms: Sequence[Any] = (), turns: Turns | None = None) -> Pass | None:
     """The pass as a graph, or None where the model's code cannot be recorded.
 
     Parameters of the model must not require gradients. The graph shares their memory. `norms` are modules
-    (see `find_norms`) that become one operation each; whether that keeps their bits is to be seen.
+    (see `find_norms`) that become one operation each, and so does what `turns` finds; whether that keeps
+    their bits is to be seen.
     """
     _register()
     tokens = torch.zeros(1, EXAMPLE_ROWS, dtype=torch.long)
     positions = torch.arange(EXAMPLE_ROWS).unsqueeze(0)
     wanted = torch.arange(EXAMPLE_ROWS - 2)
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _recording(), _fused(norms):
+        with warnings.catch_warnings(), torch.no_grad(), _recording(), _fused(norms), turns or nullcontext():
             warnings.simplefilter("ignore")  # that the tracer is old, and each number that it keeps
             trace: Any = torch.jit.trace
             graph = trace(forward, (tokens, positions, wanted), check_trace=False)
+            _shorten(graph.graph)
     except Exception:  # whatever a model's code does that a tracer cannot follow: the model itself still runs
         return None
 
@@ -62,9 +77,21 @@ def record(forward: Pass, norms: Sequence[Any] = ()) -> Pass | None:
             if _fault.raised is not None:  # the graph turns what a callback raised into text
                 raise _fault.raised from None
             raise
+        if _fault.raised is not None:
+            raise _fault.raised
         return made
 
     return run
+
+
+def _shorten(graph: Any) -> None:
+    """Let sizes be plain numbers: the tracer makes a tensor of each and a number of that again."""
+    for node in list(graph.nodes()):
+        if node.kind() == "aten::Int" and node.input().node().kind() == "prim::NumToTensor":
+            node.output().replaceAllUsesWith(node.input().node().input())
+    passes: Any = torch._C
+    passes._jit_pass_dce(graph)
+    passes._jit_pass_cse(graph)
 
 
 def find_norms(model: Any) -> list[Any]:
@@ -94,6 +121,37 @@ def _fused(norms: Sequence[Any]) -> Iterator[None]:
             del module.forward
 
 
+class Turns:
+    """Rotary embeddings of a model's code as one operation of the C core a layer, in what records meanwhile.
+
+    `isa` is the number of the instruction set. transformers' models call a function of their own module for
+    it; it is put back in the end, and other threads' calls of it go through.
+    """
+
+    def __init__(self, model: Any, isa: int) -> None:
+        names = {type(module).__module__ for module in model.modules()}
+        spaces = [vars(sys.modules[name]) for name in names if name in sys.modules]
+        self._isa = isa
+        self._originals = [(space, space[_ROPE]) for space in spaces if callable(space.get(_ROPE))]
+
+    def __enter__(self) -> None:
+        for space, original in self._originals:
+            space[_ROPE] = self._turning(original)
+
+    def __exit__(self, *_: object) -> None:
+        for space, original in self._originals:
+            space[_ROPE] = original
+
+    def _turning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+            usual = not more and not named and (query.dim(), key.dim(), cos.dim(), sin.dim()) == (4, 4, 3, 3)
+            if usual and getattr(packed.active, "record", None) is not None:
+                return torch.ops.kvasir.rope(query, key, cos, sin, self._isa)
+            return original(query, key, cos, sin, *more, **named)
+
+        return turn
+
+
 @contextmanager
 def _recording() -> Iterator[None]:
     """While active, attention and experts of this thread's passes are recorded as operators."""
@@ -106,7 +164,8 @@ def _recording() -> Iterator[None]:
 
 
 def _record_attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    made: Tensor = torch.ops.kvasir.attend(query, key, value, layer, scaling)
+    operator: Any = torch.ops.kvasir.attend if operators() is None else torch.ops.kvasir.attention
+    made: Tensor = operator(query, key, value, layer, scaling)
     return made
 
 

@@ -129,6 +129,8 @@ class Volunteer:
         answer = await self._member().market.volunteer(self._abilities())
         self._status.market_answered()
         self._status.message = answer.message
+        if answer.move is not None:
+            self._tenancy.on_move(answer.move)
         if not answer.offers:
             log.info("volunteer.declined", outcome="nothing_needed", reason=answer.message)
             return None, answer.retry_after_s * self._rng.uniform(0.9, 1.1)

@@ -32,6 +32,7 @@ class MarketConfig:
     draining_s: float = 60.0  # a draining lease ends after so long at the latest
     sweep_s: float = 1.0  # pause between looks at what is over
     target_s: float = 5.0  # pause between looks at the targets
+    move_s: float = 10.0  # pause between looks at what could move to another window
     plan_silence_s: float = 3600.0  # a plan of which no backbone was heard for so long is retired
     watch_alive_s: float = 10.0  # a watch hears something at least so often
     watches: int = 256  # most watches at once
@@ -59,6 +60,7 @@ class MarketConfig:
             "draining_s",
             "sweep_s",
             "target_s",
+            "move_s",
             "release_s",
             "escrow_s",
             "escrow_calls",

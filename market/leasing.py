@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import structlog
@@ -95,7 +95,8 @@ def volunteer(session: Session, desk: Desk, device: Device, abilities: m.Abiliti
     session.run(update(t.devices).where(t.devices.c.device == device.key).values(**facts))
     _end_older_starts(session, device, generation, keep=())
     needs = window_needs(session, desk.scarcity_rules)
-    return volunteering.answer(abilities, _device_facts(session, desk, device), needs, draw=desk.draw)
+    answer = volunteering.answer(abilities, _device_facts(session, desk, device), needs, draw=desk.draw)
+    return replace(answer, move=moves.offer_to(session, device.key))
 
 
 def _device_facts(session: Session, desk: Desk, device: Device) -> volunteering.DeviceFacts:

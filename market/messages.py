@@ -175,13 +175,14 @@ class VolunteerAnswer:
 
     Ask again after `retry_after_s`. `wanted_bytes` is what all the windows that are scarce and that this
     wallet may take would keep, by precision (those that every one of them allows): a device chooses its
-    precision by it.
+    precision by it. `move` is the move that the device is asked to make, as in the answer to a heartbeat.
     """
 
     offers: tuple[Offer, ...]
     message: str
     retry_after_s: float
     wanted_bytes: Mapping[str, int] = field(default_factory=dict)
+    move: MoveOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)

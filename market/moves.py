@@ -71,17 +71,23 @@ def propose(session: Session, desk: MoveDesk) -> int:
     if not wanted and not open_moves(session):
         return 0
     _lock(session)
-    needs = {(need.plan, need.window): need for need in window_needs(session, desk.scarcity)}
-    _settle(session, needs)
+    under_way = open_moves(session)
+    needs = _needs(session, desk) if any(row.state == "offered" for row in under_way) else {}
+    _settle(session, under_way, needs)
     budget = allowed(session, desk.rules) - _under_way(session)
     if not wanted or budget <= 0:
         return 0
+    needs = needs or _needs(session, desk)
     places = find_places(session, desk, needs, since)
     movers = find_movers(session, desk, find_sources(places, session.now, desk))
     moves = choose_moves(places, movers, budget=budget, now=session.now, rules=desk.rules, draw=desk.draw)
     for move in moves:
         _offer(session, desk.rules, move)
     return len(moves)
+
+
+def _needs(session: Session, desk: MoveDesk) -> dict[tuple[PlanId, Window], WindowNeed]:
+    return {(need.plan, need.window): need for need in window_needs(session, desk.scarcity)}
 
 
 def _under_way(session: Session) -> int:
@@ -129,9 +135,9 @@ def _offer(session: Session, rules: MoveRules, move: Move) -> None:
 # --- how moves end -----------------------------------------------------------------------------------------
 
 
-def _settle(session: Session, needs: Mapping[tuple[PlanId, Window], WindowNeed]) -> None:
-    """End the moves whose outcome is known."""
-    for row in open_moves(session):
+def _settle(session: Session, rows: Sequence[Any], needs: Mapping[tuple[PlanId, Window], WindowNeed]) -> None:
+    """End those of the open moves whose outcome is known."""
+    for row in rows:
         need = needs.get((PlanId(row.plan), Window.parse(row.name)))
         found = _why_off(session, row, need) if row.state == "offered" else _outcome(session, row)
         if found is not None:
@@ -165,7 +171,9 @@ def _outcome(session: Session, row: Any) -> tuple[m.MoveState, str] | None:
 def _end(session: Session, row: Any, state: m.MoveState, reason: str) -> bool:
     """End a move that is still as `row` says; whether it was."""
     here = (t.moves.c.id == row.id) & (t.moves.c.state == row.state)
-    values = {"state": state, "reason": reason[:MAX_REASON], "ended_at": session.now}
+    # Devices write some of these reasons, and people read them on terminals.
+    reason = "".join(letter if letter.isprintable() else "?" for letter in reason[:MAX_REASON])
+    values = {"state": state, "reason": reason, "ended_at": session.now}
     if not session.run(update(t.moves).where(here).values(**values)):
         return False
     log.info(
@@ -174,7 +182,7 @@ def _end(session: Session, row: Any, state: m.MoveState, reason: str) -> bool:
         window=row.from_name,
         to=row.name,
         outcome=state,
-        reason=reason[:MAX_REASON],
+        reason=reason,
         left=row.left_at is not None,
         seconds=round(session.now - row.offered_at, 3),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -148,15 +148,16 @@ def choose_moves(
     rules: MoveRules,
     draw: Callable[[], float],
 ) -> tuple[Move, ...]:
-    """At most `budget` moves, each decided as if those before it were done already.
+    """At most `budget` moves, each decided as if those before it were done already; to the worst `MAX_GOALS`.
 
     `now` in Unix seconds; `draw` gives a random number below 1 for each tie.
     """
     known = {place.key: place for place in places}
+    goals = [place.key for place in worst_places(places, now, rules, draw)]
     left = {mover.lease: mover for mover in movers if now >= mover.rests_until}
     chosen: list[Move] = []
     while len(chosen) < budget:
-        move = _best(known, tuple(left.values()), now, rules, draw)
+        move = _best(known, goals, tuple(left.values()), rules, draw)
         if move is None:
             break
         chosen.append(move)
@@ -170,14 +171,15 @@ def choose_moves(
 
 
 def _best(
-    places: dict[tuple[PlanId, Window], Place],
+    places: Mapping[tuple[PlanId, Window], Place],
+    goals: Sequence[tuple[PlanId, Window]],
     movers: Sequence[Mover],
-    now: float,
     rules: MoveRules,
     draw: Callable[[], float],
 ) -> Move | None:
-    """The best move to the worst window that any can help."""
-    for goal in worst_places(places.values(), now, rules, draw):
+    """The best move to the worst of the goals that any can help; ties in the order of `goals`."""
+    short = [place for place in map(places.__getitem__, goals) if place.scarcity() > 0]
+    for goal in sorted(short, key=lambda place: (-place.scarcity(), -place.need.demand)):
         found = []
         for mover in movers:
             source = places.get((mover.plan, mover.window))

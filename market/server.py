@@ -155,7 +155,7 @@ class Market:
             await self._keep_sweeping()
 
     async def _keep_sweeping(self) -> None:
-        last_targets = 0.0
+        last_targets = last_moves = 0.0
         while True:
             await asyncio.sleep(self.config.sweep_s)
             now = self._clock()
@@ -163,6 +163,9 @@ class Market:
             last_targets = now if targets else last_targets
             try:
                 await self._sweep(targets)
+                if now - last_moves >= self.config.move_s:
+                    last_moves = now
+                    await self._move()
             except SQLAlchemyError as error:
                 log.error("market.store_failed", reason=str(error.__cause__ or error))
 
@@ -222,13 +225,15 @@ class Market:
             return relaying.announced_relays(session), seen, {row.plan: row.revision for row in revisions}
 
         announced, round_trips, revisions = await self._store.write(work)
-        if targets:  # on its own: whoever counts moves waits for other replicas of this market
-            desk = self._handlers.desk().moves
-            await self._store.write(lambda session: moves.propose(session, desk))
         self._relays.refresh(announced, round_trips)
         changed = [plan for plan, number in revisions.items() if self._revisions.get(plan) != number]
         self._revisions = revisions
         self._handlers.watchers.wake(changed)
+
+    async def _move(self) -> None:
+        """Look at what could move; on its own, for whoever does waits for this market's other replicas."""
+        desk = self._handlers.desk().moves
+        await self._store.write(lambda session: moves.propose(session, desk))
 
     async def _shutdown(self, app: web.Application) -> None:
         self._handlers.close()

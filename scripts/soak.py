@@ -1,7 +1,7 @@
 """A relay under churn for a while: its round trip and memory at the end must be those of the start.
 
-    python3 scripts/soak.py                  20 minutes
-    python3 scripts/soak.py --minutes 1      the form that tests run
+    python3 scripts/soak.py                                20 minutes
+    python3 scripts/soak.py --minutes 0.5 --warm-up 10     the form that tests run
 
 Devices come, talk, are cut off or leave, in a process of their own; so do frozen ones, strangers and broken
 frames. Measured in the relay's process are RSS, and the round trip of 6 KiB through one steady circuit,

@@ -4,11 +4,11 @@
     python3 scripts/test.py tests/relay -x      the same checks, and only those tests
     python3 scripts/test.py --loop both         each async test on both loops, not only those of sockets
     python3 scripts/test.py --no-uvloop         as on a machine without uvloop (Windows)
-    python3 scripts/test.py -n 0                in one process instead of one for each processor
+    python3 scripts/test.py -n 0                in one process
 
-Files of tests run side by side in as many processes as there are processors, four at most; mypy and the
-import order, which wait for nothing, take the time in which tests wait. All checks run even where an earlier
-one failed; the last lines say which passed. The exit status is 0 only if all of them did. Tests that fail run
+Files of tests run side by side in one process more than there are processors, four at most, for tests wait
+much of their time; mypy and the import order run beside them. All checks run even where an earlier one
+failed; the last lines say which passed. The exit status is 0 only if all of them did. Tests that fail run
 once more, by themselves: what passes then is named in the summary as unsteady (a busy machine, mostly), and
 what fails again has failed.
 """
@@ -65,12 +65,12 @@ def tests(arguments: list[str]) -> Check:
 
 
 def side_by_side() -> tuple[str, ...]:
-    """pytest's arguments for one process a processor; a file's tests stay together, with their fixtures.
+    """pytest's arguments for several processes; a file's tests stay together, with their fixtures.
 
     Files start in the order of tests/conftest.py, the longest first: none is left to run alone at the end.
     """
-    processes = min(os.cpu_count() or 1, MOST_PROCESSES)
-    return ("-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder") if processes > 1 else ()
+    processes = min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
+    return ("-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def environment() -> dict[str, str]:

@@ -4,8 +4,9 @@ pytest                  async tests on the default loop
 pytest --loop uvloop    on uvloop
 pytest --loop both      on each; uvloop is left out where it does not exist
 pytest --loop mixed     on each in the tests of sessions, relays and swarms, on one of the two, by the test's
-                        name, in all others (what scripts/test.py does). Tests marked `processes` are among
-                        the others: what they test runs in processes that choose their loops themselves.
+                        name, in all others (what scripts/test.py does). Among the others are tests marked
+                        `any_loop`: what they test runs in processes that choose their loops themselves, or
+                        is no matter of sockets, and the same daemons run on each loop in other tests.
 pytest --no-uvloop      as if uvloop were not installed, child processes too
 """
 
@@ -35,9 +36,15 @@ ON_EACH_LOOP = frozenset({"relay", "swarm"})
 """Folders whose tests depend on how an event loop treats sockets."""
 
 LONGEST = (
-    "swarm/test_in_process.py",
-)
-"""Files that take longest, which processes side by side take up first."""
+    "swarm/test_in_process.py", "swarm/test_direct.py", "node/test_cli.py", "relay/test_soak.py",
+    "backbone/test_model.py", "backbone/test_architectures.py", "swarm/test_lan.py", "swarm/test_cheaters.py",
+    "swarm/test_relays.py", "swarm/test_hub.py", "swarm/test_moving.py", "swarm/test_tls.py",
+    "swarm/test_processes.py", "test_scripts.py", "test_train_tiny.py", "swarm/test_arbitration.py",
+    "swarm/test_weighted.py", "swarm/test_privacy.py", "swarm/test_local_layers.py", "node/test_daemon.py",
+    "backbone/test_engine.py", "backbone/test_tensor_parallel.py", "market/test_leases.py",
+    "market/test_credit.py", "market/test_trust.py", "backbone/test_cli.py",
+)  # fmt: skip
+"""Files that take longest, which processes side by side take up first; any other takes less."""
 
 OPTIONAL = "optional: "
 """A skip whose reason begins so is allowed in CI; any other skip fails there."""
@@ -56,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "processes: all that is tested runs in processes of its own")
+    config.addinivalue_line("markers", "any_loop: --loop mixed runs it on one loop, wherever it lies")
     if config.getoption("--no-uvloop"):
         sys.modules["uvloop"] = None  # type: ignore[assignment]  # importing it fails from now on
         os.environ["KVASIR_LOOP"] = "default"
@@ -73,7 +80,7 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     loops = _loops(config)
-    on_each = item.path.parent.name in ON_EACH_LOOP and item.get_closest_marker("processes") is None
+    on_each = item.path.parent.name in ON_EACH_LOOP and item.get_closest_marker("any_loop") is None
     if config.getoption("--loop") != "mixed" or on_each:
         return loops
     number = zlib.crc32(item.nodeid.encode()) % len(loops)  # the same one in every run and process

@@ -17,6 +17,7 @@ vectors of whatever length the machine has, and every instruction set gives the 
     packing.py  a matrix in the order in which the C core reads it
     dense.py    what a model computes beside its experts: products, norms, weighted sums
     cpu.py      the kernel: checked, bound to experts
+    attention.py  attention of a step's rows, each over its own request's keys and values
     operators.py  products and norms as operators of torch, for recorded graphs
 
 Knows matrices, formulas and this machine's compiler. Knows no plans, windows or requests.

@@ -1,7 +1,7 @@
-"""Attention of few rows by the C core: of many requests in one call, each over its own keys and values.
+"""Attention by the C core: of many requests' rows in one call, each over its own request's keys and values.
 
-For a row that sees all positions up to its own, as a new token does. The order of every sum is fixed
-(`csrc/attention.h`), so a row's bits depend neither on the rows beside it nor on the instruction set.
+Every row sees all positions up to its own. The order of every sum is fixed (`csrc/attention.h`), so a row's
+bits depend neither on the rows beside it nor on the instruction set.
 
 Knows tensors' layouts and memory addresses. Knows no requests, no layers' other parts and no scheduling.
 """
@@ -13,6 +13,8 @@ import functools
 import hashlib
 import threading
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import structlog
@@ -64,6 +66,7 @@ class Attention:
         self.library = library
         self.isa = isa
         self._local = threading.local()
+        self._most_scratch = 0
 
     def form_of(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, rows: int) -> Form | None:
         """The form of `query` [1, heads, batch rows, dim] and `key`, `value` [1, kv heads, batch rows, dim].
@@ -78,26 +81,50 @@ class Attention:
         if kind is None or not alike or not plain or dim % 8 or value_dim % 8 or query.device.type != "cpu":
             return None
         strides = (stride for part in (query, key, value) for stride in part.stride()[1:3])
-        return Form(
-            self.library,
-            _Header(kind, heads, key_heads, dim, value_dim, query.shape[2], rows, scaling, *strides),
-        )
+        header = _Header(kind, heads, key_heads, dim, value_dim, query.shape[2], rows, scaling, *strides)
+        form = Form(self.library, header)
+        self._most_scratch = max(self._most_scratch, form.scratch_bytes)
+        return form
 
     def run(
-        self, form: Form, spans: array[int], layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+        self,
+        form: Form,
+        spans: array[int],
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
     ) -> None:
         """Store keys and values of some spans and write their rows of `out` [1, rows, heads, value dim].
 
         A span is consecutive new rows of one request, each of which sees all positions up to its own:
         five numbers in `spans` ("q"), namely the address of its planes, the place of its first row, the
-        position of that row, the capacity of its memory, and how many rows it has. Planes are, for each layer,
-        the addresses of its keys and values [kv heads, capacity, dim]. `out` is contiguous; its padding
-        becomes zeros, rows of no span stay as they are.
+        position of that row, the capacity of its memory, and how many rows it has. Planes are, for each
+        layer, the addresses of its keys and values [kv heads, capacity, dim]. `out` is contiguous; its
+        padding becomes zeros, rows of no span stay as they are.
         """
         self.library.attend(
             self.isa.number, form.address, spans.buffer_info()[0], len(spans) // SPAN_FIELDS, layer,
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), self._scratch(form.scratch_bytes),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            self._scratch(form.scratch_bytes),
         )  # fmt: skip
+
+    @contextmanager
+    def step(self, spans: array[int], layers: int, rows: int) -> Iterator[None]:
+        """While active, the operator `kvasir::attention` computes these spans (see `run`) in this thread.
+
+        It calls the operator `kvasir::attend` for layers from `layers` on, whose planes are not there yet,
+        and for forms that no `form_of` has covered. Rows from `rows` on are padding.
+        """
+        size = self._most_scratch
+        address = self._scratch(size) if size else None
+        begin, isa = self.library.attend_step, self.isa.number
+        begin(isa, spans.buffer_info()[0], len(spans) // SPAN_FIELDS, layers, rows, address, size)
+        try:
+            yield
+        finally:
+            begin(isa, None, 0, 0, 0, None, 0)
 
     def _scratch(self, size: int) -> int:
         """The address of `size` bytes that this thread reuses."""
@@ -121,7 +148,8 @@ def load_attention() -> Attention | None:
     attention = Attention(kernel.library, kernel.isa)
     if _digest(attention) == SELF_CHECK:
         return attention
-    log.info("kernel.absent", reason=f"the self-check of attention failed on {kernel.isa.name}", instead="torch")
+    reason = f"the self-check of attention failed on {kernel.isa.name}"
+    log.info("kernel.absent", reason=reason, instead="torch")
     return None
 
 
@@ -131,9 +159,10 @@ def _digest(attention: Attention) -> str:
     for heads, key_heads, dim, value_dim in ((7, 1, 24, 8), (4, 2, 64, 64), (3, 3, 8, 40)):
         for dtype in _KINDS:
             rows, start, capacity = 6, 126, 140
+            shapes = ((heads, dim), (key_heads, dim), (key_heads, value_dim))
             query, key, value = (
                 _noise((1, count, rows + 1, width), seed).to(dtype)
-                for seed, (count, width) in enumerate(((heads, dim), (key_heads, dim), (key_heads, value_dim)))
+                for seed, (count, width) in enumerate(shapes)
             )
             keys = _noise((key_heads, capacity, dim), 3).to(dtype)
             values = _noise((key_heads, capacity, value_dim), 4).to(dtype)

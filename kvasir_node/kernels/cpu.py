@@ -34,7 +34,7 @@ from ..formulas import apply_formula, has_gate
 from ..numerics import DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 from ..recipes import ExpertTensors
 from .build import BUILD_TIMEOUT_S, BuildError, build, cache_folder, find_compiler, usable
-from .dense import DENSE_KINDS, DenseProduct, RowNorm, combine
+from .dense import DENSE_KINDS, DenseProduct, RowNorm, combine, rope
 from .native import KINDS, ExpertHeader, Isa, Library
 from .packing import PackedMatrix
 
@@ -52,7 +52,7 @@ GROUP_ROWS: Final = 64
 ROW_KINDS: Final = {torch.float32: KINDS["fp32"], torch.bfloat16: KINDS["bf16"]}
 """Dtypes of rows that `CpuKernel.run_rows` reads and writes -> their kind in the C core."""
 
-SELF_CHECK: Final = "94bbb9a8b14b4bc4d904b340e7b76f39616a7e42507f358d92a974081b53b875"
+SELF_CHECK: Final = "8d128a382a112906666787b0e0ae36813c3f3f5ddd27ae6683a42e4263983b95"
 """SHA-256 of what `_digest` computes: the same bits on every machine, instruction set and compiler."""
 
 
@@ -361,7 +361,7 @@ def _digest(kernel: CpuKernel) -> str:
 
 
 def _dense_results(kernel: CpuKernel, dtype: torch.dtype, out: int, width: int) -> Iterator[Tensor]:
-    """A product without and with a bias, a norm, and a weighted sum."""
+    """A product without and with a bias, a norm, a weighted sum, and a turn."""
     rows, weight = _noise((15, width), 4).to(dtype), _noise((out, width), 7).to(dtype)
     yield DenseProduct(kernel, weight)(rows)
     yield DenseProduct(kernel, weight, weight[:, 0])(rows)
@@ -369,6 +369,9 @@ def _dense_results(kernel: CpuKernel, dtype: torch.dtype, out: int, width: int) 
     summed = torch.empty(5, width, dtype=dtype)
     combine(kernel, rows.view(5, 3, width), _noise((5, 3), 8), summed)
     yield summed
+    turned = width // 4 * 2
+    cosine, sine = (part.contiguous() for part in rows[:10, :turned].split(5))
+    yield rope(kernel, rows.view(5, 3, width), cosine, sine)
 
 
 def _groups_agree(kernel: CpuKernel) -> bool:

@@ -1,7 +1,7 @@
-"""What a model computes beside its experts, through the C core: products, norms, and weighted sums of outputs.
+"""What a model computes beside its experts, through the C core: products, norms, turns, sums of outputs.
 
-All in fp32 or bf16, rows and weights of one kind. A result is summed in fp32 in a fixed order, rounded once to
-that kind, and depends on nothing but its own row.
+All in fp32 or bf16, rows and weights of one kind. A result is summed in fp32 in a fixed order, rounded once
+to that kind, and depends on nothing but its own row.
 
 Knows matrices and rows. Knows no models and no experts.
 """
@@ -110,6 +110,20 @@ def combine(kernel: CpuKernel, outputs: Tensor, weights: Tensor, out: Tensor) ->
         kernel.isa.number, DENSE_KINDS[out.dtype], outputs.data_ptr(), weights.data_ptr(), count, k, width,
         out.data_ptr(),
     )  # fmt: skip
+
+
+def rope(kernel: CpuKernel, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """`heads` [n, heads, width], contiguous, turned by `cosine` and `sine` [n, turned].
+
+    Su et al., "RoFormer", in transformers' form and roundings.
+    """
+    n, count, width = heads.shape
+    out = torch.empty_like(heads)
+    kernel.library.rope(
+        kernel.isa.number, DENSE_KINDS[heads.dtype], heads.data_ptr(), width, count * width, n, count, width,
+        cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 def _check(rows: Tensor, dtype: torch.dtype, width: int) -> None:

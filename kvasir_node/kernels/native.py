@@ -67,9 +67,11 @@ _SIGNATURES: Final = {
     ),
     "kv_attend_scratch": (_LONG, (_POINTER,)),
     "kv_attend": (None, (_INT, _POINTER, _POINTER, _INT, _INT, *(_POINTER,) * 5)),
+    "kv_attend_step": (None, (_INT, _POINTER, _INT, _INT, _LONG, _POINTER, _LONG)),
     "kv_dense_run": (_INT, (_POINTER, _POINTER, _LONG, _POINTER)),
     "kv_norm_run": (None, (_POINTER, _POINTER, _LONG, _POINTER)),
     "kv_combine": (None, (_INT, _INT, _POINTER, _POINTER, _LONG, _INT, _LONG, _POINTER)),
+    "kv_rope": (None, (_INT, _INT, _POINTER, *(_LONG,) * 3, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER)),
     "kv_torch_bind": (None, (_POINTER,)),
     "kv_pass": (None, (_LONG, _LONG)),
 }
@@ -107,16 +109,19 @@ class Library:
         self.outside = loaded.kv_outside
         self.attend_scratch = loaded.kv_attend_scratch
         self.attend = loaded.kv_attend
+        self.attend_step = loaded.kv_attend_step
         self.dense_run = loaded.kv_dense_run
         self.norm_run = loaded.kv_norm_run
         self.combine = loaded.kv_combine
+        self.rope = loaded.kv_rope
         self.torch_bind = loaded.kv_torch_bind
         self.pass_rows = loaded.kv_pass
         self._loaded = loaded
 
     def operators(self) -> dict[str, int | None]:
         """Operators of torch by name: addresses of their functions (csrc/operators.h)."""
-        functions = {"linear": self._loaded.kv_op_linear, "norm": self._loaded.kv_op_norm}
+        names = ("linear", "norm", "rope", "attention")
+        functions = {name: getattr(self._loaded, f"kv_op_{name}") for name in names}
         return {name: ctypes.cast(found, ctypes.c_void_p).value for name, found in functions.items()}
 
     def isas(self, *, slow: bool = False) -> tuple[Isa, ...]:

@@ -1,6 +1,7 @@
 """Products and norms of the C core as operators of torch, for graphs that run without the interpreter.
 
-`kvasir::linear` and `kvasir::norm` take rows and the address of a `DenseProduct` or `RowNorm`. They are
+`kvasir::linear` and `kvasir::norm` take rows and the address of a `DenseProduct` or `RowNorm`; `kvasir::rope`
+turns queries and keys [1, heads, rows, width] by cosines and sines [1, rows, at most width]. They are
 registered through torch's stable C interface (torch/csrc/stable), so a recorded graph calls the C core
 directly: no interpreter lock, no Python a product.
 
@@ -97,6 +98,9 @@ def _register(kernel: CpuKernel) -> Operators:
     library = library(NAMESPACE, "FRAGMENT")
     library.define("linear(Tensor rows, int product) -> Tensor")
     library.define("norm(Tensor rows, int norm) -> Tensor")
+    library.define("rope(Tensor query, Tensor key, Tensor cos, Tensor sin, int isa) -> (Tensor, Tensor)")
+    rows = "Tensor query, Tensor key, Tensor value"
+    library.define(f"attention({rows}, int layer, float scaling) -> Tensor")
     handle = ctypes.c_void_p()
     arguments = (NAMESPACE.encode(), b"CompositeExplicitAutograd", __name__.encode(), ctypes.c_uint32(0))
     _succeed(native.aoti_torch_library_init_impl(*arguments, ctypes.byref(handle)))

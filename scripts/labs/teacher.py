@@ -65,7 +65,7 @@ def read(model: BackboneModel, tokens: Tensor, make_step: MakeStep) -> tuple[Ten
 
 def _read_packed(model: BackboneModel, tokens: Tensor, make_step: MakeStep) -> tuple[Tensor, Tensor]:
     count, length = tokens.shape
-    memory = KvMemory()
+    memory = KvMemory(model.memory.attention)
     segments = [Segment(n + 1, 0, 0, length, length, False, 0, False) for n in range(count)]
     batch = PackedBatch(segments, memory)
     step = make_step(_keys(count, length))

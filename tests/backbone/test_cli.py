@@ -34,6 +34,11 @@ def test_sizes_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "'lots' is not a size" in capsys.readouterr().err
 
 
+def test_a_move_after_no_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--move-after", "soon", "--state-dir", str(tmp_path)]) == 2
+    assert "--move-after is a number of seconds from 0, or never" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["status", "gaps", "nodes", "credits", "trust", "disputes", "drain"])
 def test_without_a_running_backbone_the_commands_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
@@ -59,6 +64,16 @@ def test_the_state_directory_follows_each_systems_habit() -> None:
     assert cli.default_state_dir({}, "darwin").is_relative_to(home / "Library")
     assert cli.default_state_dir({"LOCALAPPDATA": "/l"}, "win32") == Path("/l/kvasir/backbone")
     assert cli.default_state_dir({"KVASIR_BACKBONE_STATE": "/s"}) == Path("/s")
+
+
+def test_gaps_lists_the_last_moves() -> None:
+    move = {"leaves": "L00-01/E000-255", "takes": "L02-03/E000-255", "age_s": 300.0}
+    moves = [{**move, "state": "declined", "reason": "[red]no room"}] * 12
+    answer = {"windows": [], "coverage": 1.0, "fallback": "disk", "moves": moves}
+    _, summary, head, *lines = cli._gaps_table(answer)
+    assert (summary, head) == ("coverage 100%", "moves of the last hour:")
+    assert lines == [r"5 min ago: L00-01/E000-255 to L02-03/E000-255, declined: \[red]no room"] * 10
+    assert len(cli._gaps_table({**answer, "moves": []})) == 2
 
 
 async def _command(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvasir_backbone import invariance, packed
-from kvasir_backbone.invariance import COMPANIES, LEAST_ROWS, prove
+from kvasir_backbone import invariance
+from kvasir_backbone.invariance import COMPANIES, prove
 from kvasir_backbone.model import BackboneModel
 
 
@@ -30,18 +30,19 @@ def test_passes_of_too_few_rows_are_found_out_and_mended(
         logits = real(step, tokens, *arguments, **options)
         return logits + np.float32(1e-6) * logits if tokens.shape[1] < 8 else logits
 
+    before = bundled_model.least_rows
     with monkeypatch.context() as patch:
         patch.setattr(bundled_model, "_run", run)
         patch.setattr(invariance, "COMPANIES", COMPANIES[4:6])
         assert prove(bundled_model) is None
         assert bundled_model.least_rows == 8
-    bundled_model.least_rows = packed.MIN_ROWS
+    bundled_model.least_rows = before
 
 
 def test_where_no_size_helps_the_fault_is_named(
     bundled_model: BackboneModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = bundled_model._run
+    real, before = bundled_model._run, bundled_model.least_rows
 
     def run(step: Any, tokens: Any, *arguments: Any, **options: Any) -> Any:
         logits = real(step, tokens, *arguments, **options)
@@ -53,4 +54,4 @@ def test_where_no_size_helps_the_fault_is_named(
     assert fault is not None
     assert "the logits of a prompt move by" in fault
     assert "beside 1 other requests" in fault
-    assert bundled_model.least_rows == packed.MIN_ROWS == LEAST_ROWS[0]
+    assert bundled_model.least_rows == before

@@ -21,6 +21,7 @@ from market.moving import (
     allowed_a_minute,
     choose_moves,
     is_worth_it,
+    parse_patience,
 )
 from market.plans import PlanId
 from market.scarcity import ScarcityRules, WindowNeed, next_target
@@ -241,6 +242,17 @@ def test_a_device_makes_one_move_at_a_time() -> None:
 def test_rules_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         MoveRules(**wrong)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("60", 60.0), ("0", 0.0), ("1.5", 1.5), ("never", None)])
+def test_the_patience_as_it_is_given(text: str, seconds: float | None) -> None:
+    assert parse_patience(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1", "soon", "inf", "nan"])
+def test_a_patience_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--move-after"):
+        parse_patience(text)
 
 
 # --- over many minutes ------------------------------------------------------------------------------------

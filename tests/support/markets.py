@@ -182,6 +182,7 @@ async def stall(
         port=0,
         sweep_s=0.05,
         target_s=0.1,
+        move_s=0.1,
         gaps_s=0.0,
     )
     market = Market(

@@ -126,6 +126,7 @@ class NodeSwarm:
                 public_urls=(url,),
                 sweep_s=0.1,
                 target_s=0.2,
+                move_s=0.2,
                 moving=self._moving,
             ),
             root=self.keys.root_public,

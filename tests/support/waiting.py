@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 SHORTEST_S, LONGEST_S = 0.01, 0.1
 SHARE = 0.1
-"""How much later than it could a wait may end: a condition may be a request, which costs what it waits for."""
+"""How much later than it could a wait may end: the condition may be a request, which costs time itself."""
 
 
 async def until(

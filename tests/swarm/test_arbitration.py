@@ -18,7 +18,7 @@ from tests.support.swarms import running_swarm
 from tests.support.waiting import until
 from tests.swarm.test_cheaters import PROMPT, Cheating
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.any_loop, pytest.mark.timeout(300)]
 """A swarm in one process needs seconds; on a busy machine minutes."""
 
 

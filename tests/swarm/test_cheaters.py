@@ -16,7 +16,7 @@ from kvasir_node.serving import ExpertServer
 from tests.support.swarms import RunningSwarm, running_swarm
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.any_loop, pytest.mark.timeout(300)]
 """A swarm in one process needs seconds; on a busy machine minutes."""
 
 PROMPT = "In the beginning"

@@ -18,6 +18,8 @@ from tests.support.hub import COMMIT, REPOSITORY, FakeHub, hub_running
 from tests.support.swarms import running_swarm
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.any_loop
+
 PROMPT = "In the beginning"
 TOKENS = 16
 TOKEN = "hf_secret"

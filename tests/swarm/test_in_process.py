@@ -50,7 +50,9 @@ async def test_three_nodes_serve_everything_and_are_paid(tmp_path: Path) -> None
     assert sum(row["credit"] for row in credits["wallets"]) == pytest.approx(credits["issued_bytes"] / 1e6)
 
 
-async def test_the_swarm_gives_the_text_that_the_backbone_gives_alone(tmp_path: Path) -> None:
+async def test_the_swarm_writes_what_the_backbone_writes_alone_and_a_restart_continues_the_receipts(
+    tmp_path: Path,
+) -> None:
     async with running_swarm(tmp_path) as swarm:
         await until(swarm.backbone.serving.is_set, timeout=60, what="the model")
         alone = await swarm.text(PROMPT, TOKENS)
@@ -60,6 +62,20 @@ async def test_the_swarm_gives_the_text_that_the_backbone_gives_alone(tmp_path: 
         before = (await swarm.ask("status"))["fallback_rows"]
         assert await swarm.text(PROMPT, TOKENS) == alone
         assert (await swarm.ask("status"))["fallback_rows"] == before
+        first = (await swarm.ask("nodes"))["nodes"][0]
+    async with running_swarm(tmp_path, nodes=1) as swarm:
+        await swarm.covered()
+        assert await swarm.text(PROMPT, TOKENS) == alone
+        second = (await swarm.ask("nodes"))["nodes"][0]
+        assert second["device"] == first["device"]
+        assert second["carried_bytes"] > first["carried_bytes"]
+
+        async def acknowledged() -> bool:
+            rows = (await swarm.ask("credits"))["wallets"]
+            return rows[0]["credit"] * 1e6 == pytest.approx(second["carried_bytes"])
+
+        await until(acknowledged, timeout=60, what="the whole chain in the ledger")
+        assert (await swarm.ask("credits"))["balanced"] is True
 
 
 async def test_a_node_lost_in_mid_generation_changes_nothing(tmp_path: Path) -> None:
@@ -77,7 +93,9 @@ async def test_a_node_lost_in_mid_generation_changes_nothing(tmp_path: Path) -> 
         assert status["coverage"] == 1.0
 
 
-async def test_a_frozen_node_costs_a_redispatch_and_its_breaker_closes_again(tmp_path: Path) -> None:
+async def test_a_frozen_node_costs_a_redispatch_its_breaker_closes_again_and_one_that_leaves_is_paid(
+    tmp_path: Path,
+) -> None:
     async with running_swarm(tmp_path, nodes=2) as swarm:
         await swarm.covered(replicas=2)
         expected = await swarm.text(PROMPT, TOKENS)
@@ -95,6 +113,21 @@ async def test_a_frozen_node_costs_a_redispatch_and_its_breaker_closes_again(tmp
             return all(node["breaker"] is None and node["path"] == "relay" for node in nodes)
 
         await until(closed, timeout=60, what="closed breakers")
+
+        # One leaves in order: it hands over, and is paid to the last byte.
+        running = asyncio.create_task(swarm.text(PROMPT, TOKENS))
+        await swarm.calls_made((await swarm.ask("status"))["dispatch"]["calls"] + 20)
+        await swarm.nodes[0].end()
+        assert await running == expected
+        book = swarm.backbone.swarm.book  # type: ignore[union-attr]
+
+        async def posted() -> bool:
+            credits = await swarm.ask("credits")
+            earned = sum(size for size, _ in book.all_totals().values())
+            return int(credits["issued_bytes"]) == earned and not book.unsigned()
+
+        await until(posted, timeout=60, what="every carried byte in the ledger")
+        assert (await swarm.ask("status"))["fallback_rows"] == 0
 
 
 async def test_all_nodes_lost_the_fallback_gives_the_same_text_and_says_so(tmp_path: Path) -> None:
@@ -131,45 +164,6 @@ async def test_without_bytes_or_owner_the_answer_is_503_naming_the_window(tmp_pa
         await swarm.add_node()
         await swarm.covered()
         assert await swarm.text(PROMPT, 4)
-
-
-async def test_a_node_that_leaves_in_order_hands_over_and_is_paid_to_the_last_byte(tmp_path: Path) -> None:
-    async with running_swarm(tmp_path, nodes=2) as swarm:
-        await swarm.covered(replicas=2)
-        expected = await swarm.text(PROMPT, TOKENS)
-        running = asyncio.create_task(swarm.text(PROMPT, TOKENS))
-        await swarm.calls_made((await swarm.ask("status"))["dispatch"]["calls"] + 20)
-        await swarm.nodes[0].end()
-        assert await running == expected
-        book = swarm.backbone.swarm.book  # type: ignore[union-attr]
-
-        async def posted() -> bool:
-            credits = await swarm.ask("credits")
-            earned = sum(size for size, _ in book.all_totals().values())
-            return int(credits["issued_bytes"]) == earned and not book.unsigned()
-
-        await until(posted, timeout=60, what="every carried byte in the ledger")
-        assert (await swarm.ask("status"))["fallback_rows"] == 0
-
-
-async def test_a_restarted_backbone_continues_the_receipt_chains(tmp_path: Path) -> None:
-    async with running_swarm(tmp_path, nodes=1) as swarm:
-        await swarm.covered()
-        await swarm.text(PROMPT, TOKENS)
-        first = (await swarm.ask("nodes"))["nodes"][0]
-    async with running_swarm(tmp_path, nodes=1) as swarm:
-        await swarm.covered()
-        await swarm.text(PROMPT, TOKENS)
-        second = (await swarm.ask("nodes"))["nodes"][0]
-        assert second["device"] == first["device"]
-        assert second["carried_bytes"] > first["carried_bytes"]
-
-        async def acknowledged() -> bool:
-            rows = (await swarm.ask("credits"))["wallets"]
-            return rows[0]["credit"] * 1e6 == pytest.approx(second["carried_bytes"])
-
-        await until(acknowledged, timeout=60, what="the whole chain in the ledger")
-        assert (await swarm.ask("credits"))["balanced"] is True
 
 
 def coverage(swarm: RunningSwarm) -> float:

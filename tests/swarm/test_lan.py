@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 WHY_NOT = missing()
 pytestmark = [
-    pytest.mark.processes,
+    pytest.mark.any_loop,
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
     pytest.mark.timeout(300),
 ]

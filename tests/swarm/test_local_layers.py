@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.swarms import running_swarm
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.any_loop, pytest.mark.timeout(300)]
 """A swarm in one process needs seconds; on a busy machine minutes."""
 
 PROMPT = "And the king said unto him, "

@@ -32,6 +32,7 @@ async def _gaps(outside: Outside) -> dict[str, Any]:
         return answer
 
 
+@pytest.mark.any_loop
 @pytest.mark.skipif(sys.platform == "win32", reason="optional: POSIX signals")
 @pytest.mark.timeout(300)
 async def test_the_window_without_an_owner_gets_one_and_the_text_stays_the_same(tmp_path: Path) -> None:

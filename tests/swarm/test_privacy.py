@@ -16,7 +16,7 @@ from kvasir_node.calls import Call, Notice, ReceiptMessage, References, decode
 from kvasir_node.serving import ExpertServer
 from tests.support.swarms import running_swarm
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.any_loop, pytest.mark.timeout(300)]
 """A swarm in one process needs seconds; on a busy machine minutes."""
 
 PROMPT = "And the king said unto Canary, son of Zephyr, "

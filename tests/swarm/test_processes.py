@@ -20,7 +20,7 @@ from kvasir_backbone.addresses import find_door
 from relay.errors import Unreachable
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.any_loop
 
 PROMPT, TOKENS = "In the beginning", 160
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

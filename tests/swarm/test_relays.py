@@ -85,7 +85,7 @@ async def _node_status(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.processes
+@pytest.mark.any_loop
 @pytest.mark.skipif(sys.platform == "win32", reason="optional: POSIX signals")
 @pytest.mark.timeout(600)
 async def test_a_node_moves_from_relay_to_relay_and_the_text_stays_the_same(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.swarm.test_processes import ENVIRONMENT, PROMPT, Outside, _join_link,
 from tests.swarm.test_relays import RelayProcess, _node_status, _place, _relays
 
 pytestmark = [
-    pytest.mark.processes,
+    pytest.mark.any_loop,
     pytest.mark.skipif(sys.platform == "win32", reason="optional: POSIX signals"),
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
 ]

@@ -13,7 +13,7 @@ from kvasir_backbone.weighting import WeightedDispatcher, cuts_a_layer
 from tests.support.swarms import running_swarm
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.any_loop, pytest.mark.timeout(300)]
 """A swarm in one process needs seconds; on a busy machine minutes."""
 
 PROMPT = "In the beginning"

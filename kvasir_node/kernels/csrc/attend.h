@@ -1,21 +1,21 @@
-/* Attention of few rows over many positions, for one instruction set; attention.h says in which order. The includer
- * defines KV(name), KV_TARGET and eight lanes of fp32:
+/* Attention of rows over the positions before them, for one instruction set; in the order of attention.h. The includer
+ * defines KV(name), KV_TARGET, KV_TILE and eight lanes of fp32:
  *   E                                           the type
  *   e_zero e_set e_load e_store e_add e_fma     as their names say; e_fma(a, b, c) = a * b + c, rounded once
  *   e_max(a, b)                                 a > b ? a : b in each lane, so that a NaN in `a` gives b
  *   e_bf16(p)                                   eight bf16 from memory
  *   e_sums(x, to)                               to[i] = the sum of the lanes of x[i], i of 0 to 7, as kv_tree adds
- * Tiles have sizes that are constants where they are inlined, so that their sums stay in registers. */
+ * KV_TILE is KV_INLINE, so that sizes of tiles are constants and their sums stay in registers. */
 
 /* Eight lanes of fp32 from the `at`-th element of a row of fp32 or bf16. */
-KV_TARGET KV_INLINE E KV(lanes)(const int kind, const uint8_t *row, ptrdiff_t at)
+KV_TARGET KV_TILE E KV(lanes)(const int kind, const uint8_t *row, ptrdiff_t at)
 {
     return kind == KV_F32 ? e_load((const float *)row + at) : e_bf16((const uint16_t *)row + at);
 }
 
 /* Scores of R queries, `dim` apart, with 8 / R positions from `at`, which is below `end`, to to[query][position]. */
-KV_TARGET KV_INLINE void KV(score_tile)(const int kind, const int R, const float *query, const uint8_t *keys,
-                                        ptrdiff_t dim, int at, int end, float *to)
+KV_TARGET KV_TILE void KV(score_tile)(const int kind, const int R, const float *query, const uint8_t *keys,
+                                      ptrdiff_t dim, int at, int end, float *to)
 {
     E s[8];
     const uint8_t *key[8];
@@ -35,15 +35,16 @@ KV_TARGET KV_INLINE void KV(score_tile)(const int kind, const int R, const float
     for (int r = 0; r < R; r++) memcpy(to + r * SPAN + at, sums + r * (8 / R), 32 / R);
 }
 
-/* Scores of `n` queries with the first `end` positions of a block, up to seven more of no meaning behind them. The
- * values of the same positions are asked for on the way. */
-KV_TARGET KV_INLINE void KV(scores)(const int kind, const kv_attention *a, int n, const float *query,
-                                    const uint8_t *keys, const uint8_t *values, int end, float *to)
+/* Scores of `n` queries with the first `end` positions of a block, up to seven more of no meaning behind them. What is
+ * read next is asked for on the way: the values of the same positions, and keys some way ahead. */
+KV_TARGET KV_TILE void KV(scores)(const int kind, const kv_attention *a, int n, const float *query, const uint8_t *keys,
+                                  const uint8_t *values, int end, float *to)
 {
-    const ptrdiff_t dim = a->dim, value_bytes = a->value_dim * kv_item_bytes(kind);
+    const ptrdiff_t dim = a->dim, bytes = dim * kv_item_bytes(kind), value_bytes = a->value_dim * kv_item_bytes(kind);
     for (int at = 0; at < end; at += 8) {
-        const uint8_t *value = values + at * value_bytes, *last = values + kv_min(at + 8, end) * value_bytes;
-        for (; value < last; value += 64) __builtin_prefetch(value);
+        const uint8_t *key = keys + at * bytes + AHEAD, *value = values + at * value_bytes;
+        for (ptrdiff_t b = 0; b < 8 * bytes; b += 64) __builtin_prefetch(key + b);
+        for (ptrdiff_t b = 0; b < kv_min(8, end - at) * value_bytes; b += 64) __builtin_prefetch(value + b);
         int i = 0;
         for (; i + 2 <= n; i += 2) {
             KV(score_tile)(kind, 2, query + i * dim, keys, dim, at, end, to + i * SPAN);
@@ -75,9 +76,9 @@ KV_TARGET static float KV(soften)(float *score, int n, float *largest, float *su
 }
 
 /* total = total * factor + the first `n` values, weighted, for R queries and C times eight elements. */
-KV_TARGET KV_INLINE void KV(mix_tile)(const int kind, const int R, const int C, const float *weight, int n,
-                                      const uint8_t *values, ptrdiff_t dim, ptrdiff_t d, const float *factor,
-                                      float *total)
+KV_TARGET KV_TILE void KV(mix_tile)(const int kind, const int R, const int C, const float *weight, int n,
+                                    const uint8_t *values, ptrdiff_t dim, ptrdiff_t d, const float *factor,
+                                    float *total)
 {
     E s[8];
     const ptrdiff_t bytes = dim * kv_item_bytes(kind);
@@ -101,8 +102,8 @@ KV_TARGET KV_INLINE void KV(mix_tile)(const int kind, const int R, const int C, 
     for (; d + 8 * (C) <= dim; d += 8 * (C)) KV(mix_tile)(kind, R, C, weight, n, values, dim, d, factor, total);
 
 /* As mix_tile, for `rows` queries of 1, 2 or 4, over all elements. */
-KV_TARGET KV_INLINE void KV(mix)(const int kind, int rows, const float *weight, int n, const uint8_t *values,
-                                 ptrdiff_t dim, const float *factor, float *total)
+KV_TARGET KV_TILE void KV(mix)(const int kind, int rows, const float *weight, int n, const uint8_t *values,
+                               ptrdiff_t dim, const float *factor, float *total)
 {
     ptrdiff_t d = 0;
     if (rows == 4) {
@@ -120,8 +121,8 @@ KV_TARGET KV_INLINE void KV(mix)(const int kind, int rows, const float *weight, 
 #undef MIX
 
 /* The queries of some rows of one key head go over all positions, block after block. */
-KV_TARGET KV_INLINE void KV(positions)(const int kind, const kv_attention *a, const kv_few *few, const uint8_t *keys,
-                                       const uint8_t *values)
+KV_TARGET KV_TILE void KV(positions)(const int kind, const kv_attention *a, const kv_few *few, const uint8_t *keys,
+                                     const uint8_t *values)
 {
     const int end = few->start + few->rows, group = few->group, n = few->rows * group;
     for (int at = 0; at < end; at += SPAN) {
@@ -132,8 +133,7 @@ KV_TARGET KV_INLINE void KV(positions)(const int kind, const kv_attention *a, co
         KV(scores)(kind, a, n - first, few->query + (ptrdiff_t)first * a->dim, key, value, some,
                    few->score + first * SPAN);
         for (int i = first; i < n; i++)
-            few->factor[i] =
-                KV(soften)(few->score + i * SPAN, kv_seen(few, i, at), few->largest + i, few->sum + i);
+            few->factor[i] = KV(soften)(few->score + i * SPAN, kv_seen(few, i, at), few->largest + i, few->sum + i);
         for (int i = first, rows; i < n; i += rows) {
             const int seen = kv_seen(few, i, at);
             rows = 1;
@@ -145,9 +145,9 @@ KV_TARGET KV_INLINE void KV(positions)(const int kind, const kv_attention *a, co
 }
 
 /* One key head of one span: new keys and values to their places, then its rows, as many at once as `few` holds. */
-KV_TARGET KV_INLINE void KV(head)(const int kind, const kv_attention *a, const kv_span *span, int layer, int head,
-                                  const uint8_t *query, const uint8_t *key, const uint8_t *value, uint8_t *out,
-                                  kv_few *few)
+KV_TARGET KV_TILE void KV(head)(const int kind, const kv_attention *a, const kv_span *span, int layer, int head,
+                                const uint8_t *query, const uint8_t *key, const uint8_t *value, uint8_t *out,
+                                kv_few *few)
 {
     const ptrdiff_t item = kv_item_bytes(kind), dim = a->dim, value_dim = a->value_dim;
     uint8_t *keys = span->planes[2 * layer] + head * span->capacity * dim * item;

@@ -4,7 +4,7 @@
  *
  *   m = -infinity;  l = 0;  o = 0
  *   for each block of SPAN positions, ascending (the last may be shorter)
- *     s[p] = sum over d of q[d] * k[p,d]: lane j of eight takes d = j, j + 8, ... in turn by fma; kv_tree adds the lanes
+ *     s[p] = sum over d of q[d] * k[p,d]: lane j of eight takes d = j, j + 8, ... in turn by fma; kv_tree adds lanes
  *     M = max(m, max s);  f = exp(m - M);  w[p] = exp(s[p] - M)
  *     l = fma(l, f, sum of w), lane j of eight taking p = j, j + 8, ... in turn; kv_tree adds the lanes
  *     t = 0;  t = fma(w[p], v[p], t) for p ascending;  o = fma(o, f, t);  m = M
@@ -17,6 +17,7 @@
 enum {
     SPAN = 64,    /* positions a block */
     QUERIES = 64, /* queries of one key head taken through the positions at once, or one row's if those are more */
+    AHEAD = 2048, /* bytes by which keys are asked for ahead */
 };
 
 /* A layer's rows: strides in elements, the elements of a head one behind the other. */
@@ -29,7 +30,7 @@ typedef struct {
 
 /* Consecutive new rows of one request, and its memory. */
 typedef struct {
-    uint8_t *const *planes; /* of each layer: keys [key heads][capacity][dim], values [key heads][capacity][value dim] */
+    uint8_t *const *planes; /* per layer: keys [key heads][capacity][dim] and values [key heads][capacity][value dim] */
     int64_t place;          /* its first row's place among the rows */
     int64_t start;          /* its first row's position */
     int64_t capacity;
@@ -82,7 +83,7 @@ KV_INLINE float kv_exp(float v)
     e = fmaf(e, rest, 5.0000001201e-1f);
     e = fmaf(e, rest * rest, rest) + 1.0f;
     e = e * kv_bits_to_float((kv_float_to_bits(shifted) << 23) + 0x3f800000u);
-    return v < -80.0f ? 0.0f : e;
+    return kv_bits_to_float(kv_float_to_bits(e) & ((uint32_t)(v < -80.0f) - 1u)); /* as a choice GCC would branch */
 }
 
 /* ---- plain C ---- */
@@ -136,6 +137,7 @@ KV_INLINE void kv_e_sums(const kv_eight *x, float *to)
 
 #define KV(name) portable_##name
 #define KV_TARGET
+#define KV_TILE static __attribute__((noinline)) /* one for all sizes: short to compile */
 #define E kv_eight
 #define e_zero() kv_e_set(0.0f)
 #define e_set(f) kv_e_set(f)
@@ -149,6 +151,7 @@ KV_INLINE void kv_e_sums(const kv_eight *x, float *to)
 #include "attend.h"
 #undef KV
 #undef KV_TARGET
+#undef KV_TILE
 #undef E
 #undef e_zero
 #undef e_set
@@ -179,6 +182,7 @@ KV_TARGET KV_INLINE void avx2_e_sums(const __m256 *x, float *to)
                                        _mm256_shuffle_ps(two[0], two[1], 0xdd)));
 }
 
+#define KV_TILE KV_INLINE
 #define E __m256
 #define e_zero() _mm256_setzero_ps()
 #define e_set(f) _mm256_set1_ps(f)
@@ -226,6 +230,7 @@ KV_INLINE void neon_e_sums(const kv_fours *x, float *to)
 
 #define KV(name) neon_##name
 #define KV_TARGET
+#define KV_TILE KV_INLINE
 #define E kv_fours
 #define e_zero() ((kv_fours){vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)})
 #define e_set(f) ((kv_fours){vdupq_n_f32(f), vdupq_n_f32(f)})

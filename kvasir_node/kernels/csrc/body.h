@@ -224,3 +224,29 @@ KV_TARGET static void KV(combine)(int kind, const void *outputs, const float *we
             KV(narrow)(s, n, (uint16_t *)y + at);
     }
 }
+
+/* One head of one row turned by its position: y = x * cos + (x's halves swapped, the first negated) * sin over the first
+ * `turned` of `width` elements, each operation rounded to `kind`; the rest as it is. */
+KV_TARGET static void KV(turn)(int kind, const void *x, const void *cosine, const void *sine, ptrdiff_t turned,
+                               ptrdiff_t width, void *y)
+{
+    ptrdiff_t half = turned / 2, item = kind == KV_F32 ? 4 : 2;
+    memcpy((uint8_t *)y + turned * item, (const uint8_t *)x + turned * item, (size_t)((width - turned) * item));
+    if (kind == KV_F32) {
+        const float *v = (const float *)x, *c = (const float *)cosine, *s = (const float *)sine;
+        float *to = (float *)y;
+        for (ptrdiff_t i = 0; i < half; i++) to[i] = v[i] * c[i] + -v[i + half] * s[i];
+        for (ptrdiff_t i = half; i < turned; i++) to[i] = v[i] * c[i] + v[i - half] * s[i];
+        return;
+    }
+    const uint16_t *v = (const uint16_t *)x, *c = (const uint16_t *)cosine, *s = (const uint16_t *)sine;
+    uint16_t *to = (uint16_t *)y;
+#define WIDE_OF(bits) kv_bits_to_float((uint32_t)(bits) << 16)
+    for (ptrdiff_t i = 0; i < turned; i++) {
+        float other = i < half ? -WIDE_OF(v[i + half]) : WIDE_OF(v[i - half]);
+        float a = WIDE_OF(KV(rounded)(WIDE_OF(v[i]) * WIDE_OF(c[i])));
+        float b = WIDE_OF(KV(rounded)(other * WIDE_OF(s[i])));
+        to[i] = (uint16_t)KV(rounded)(a + b);
+    }
+#undef WIDE_OF
+}

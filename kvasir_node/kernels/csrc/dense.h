@@ -1,5 +1,5 @@
-/* What a model computes beside its experts: products and norms of its own rows, all of one kind, fp32 or bf16, and the
- * weighted sum of experts' outputs. Rows are contiguous. */
+/* What a model computes beside its experts: products, norms and turns by position of its own rows, all of one kind, fp32
+ * or bf16, and the weighted sum of experts' outputs. Rows are contiguous. */
 
 typedef struct {
     kv_matrix matrix; /* its kind is that of rows and results */
@@ -57,4 +57,17 @@ KV_API void kv_combine(int32_t isa, int32_t kind, const void *outputs, const flo
     for (int64_t r = 0; r < n; r++)
         kv_isas[isa].combine(kind, (const uint8_t *)outputs + r * count * step, weights + r * count, count, width,
                              (uint8_t *)y + r * step);
+}
+
+/* Rotary embedding (Su et al., RoFormer): x of `heads` heads, `row_stride` and `head_stride` elements apart, to
+ * y[n, heads, width]; cosine and sine [n, turned]. */
+KV_API void kv_rope(int32_t isa, int32_t kind, const void *x, int64_t head_stride, int64_t row_stride, int64_t n,
+                    int32_t heads, int32_t width, const void *cosine, const void *sine, int32_t turned, void *y)
+{
+    ptrdiff_t item = kv_row_bytes(kind, 1), at = 0;
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t h = 0; h < heads; h++, at += width)
+            kv_isas[isa].turn(kind, (const uint8_t *)x + (r * row_stride + h * head_stride) * item,
+                              (const uint8_t *)cosine + r * turned * item, (const uint8_t *)sine + r * turned * item,
+                              turned, width, (uint8_t *)y + at * item);
 }

@@ -183,6 +183,7 @@ typedef struct {
     void (*dense)(const kv_matrix *, const float *, const kv_rows *, int, void *);
     void (*norm)(int, const void *, const float *, float, ptrdiff_t, void *);
     void (*combine)(int, const void *, const float *, int, ptrdiff_t, void *);
+    void (*turn)(int, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, void *);
 } kv_isa;
 
 static int kv_everywhere(void) { return 1; }
@@ -202,7 +203,7 @@ static int kv_has_vnni(void) { return kv_has_avx512() && __builtin_cpu_supports(
 #define ISA(name, supported)                                              \
     {#name,        supported,    name##_prepare, name##_linear,           \
      name##_silu_mul, name##_widen, name##_narrow,  name##_squares, \
-     name##_dense, name##_norm,     name##_combine}
+     name##_dense, name##_norm,     name##_combine, name##_turn}
 static const kv_isa kv_isas[] = {
     ISA(portable, kv_everywhere),
 #if KV_X86
@@ -461,3 +462,4 @@ KV_API int32_t kv_outside(int32_t isa, int32_t kind, const void *rows, const int
 #include "attention.h"
 #include "dense.h"
 #include "operators.h"
+#include "attending.h"

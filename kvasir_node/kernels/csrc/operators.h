@@ -1,4 +1,4 @@
-/* Products and norms as operators of torch, called by a recorded graph without the interpreter. They meet torch through
+/* Products, norms and turns as operators of torch, called by a recorded graph without the interpreter. They meet torch through
  * its stable C interface alone, whose functions the loader of this library looks up and hands over; no header of torch
  * is needed. An operator gets its arguments in 64-bit cells, owns the tensors among them, and puts its result there. */
 
@@ -116,4 +116,61 @@ KV_API void kv_op_norm(uint64_t *stack, uint64_t inputs, uint64_t outputs)
     int fits = kv_begin(&c, stack, d->kind, d->width, d->width);
     if (fits) kv_norm_run(d, c.x, c.live, c.y);
     kv_end(&c, fits, stack);
+}
+
+/* A tensor of `dims` dimensions in fp32 or bf16: where it is, and its kind, or -1. */
+static int kv_look(kv_tensor tensor, int64_t dims, int64_t **sizes, int64_t **strides, void **data)
+{
+    int64_t dim;
+    int32_t dtype;
+    torch_.dim(tensor, &dim);
+    torch_.sizes(tensor, sizes);
+    torch_.strides(tensor, strides);
+    torch_.dtype(tensor, &dtype);
+    torch_.data(tensor, data);
+    if (dim != dims || (*sizes)[0] != 1 || ((*strides)[dims - 1] != 1 && (*sizes)[dims - 1] != 1)) return -1;
+    return dtype == torch_.dtypes[KV_F32] ? KV_F32 : dtype == torch_.dtypes[KV_BF16] ? KV_BF16 : -1;
+}
+
+/* x [1, heads, rows, width], cosine and sine [1, rows, turned] -> the shape of x, in memory [rows, heads, width]. */
+static kv_tensor kv_turned(int isa, kv_tensor x, kv_tensor cosine, kv_tensor sine)
+{
+    int64_t *sizes, *strides, *table, *table_strides, *other, *other_strides;
+    void *from, *c, *s, *to;
+    kv_tensor made = NULL;
+    int kind = kv_look(x, 4, &sizes, &strides, &from);
+    int fits = kind >= 0 && kv_look(cosine, 3, &table, &table_strides, &c) == kind &&
+               kv_look(sine, 3, &other, &other_strides, &s) == kind;
+    fits = fits && table[1] == sizes[2] && other[1] == sizes[2] && table[2] == other[2] && table[2] <= sizes[3] &&
+           table[2] % 2 == 0 && (table[1] == 1 || (table_strides[1] == table[2] && other_strides[1] == table[2]));
+    int64_t shape[4] = {1, 1, 1, 1}, apart[4] = {1, 1, 1, 1};
+    if (fits) {
+        memcpy(shape, sizes, sizeof shape);
+        apart[1] = shape[3];
+        apart[2] = shape[1] * shape[3];
+        apart[0] = shape[2] * apart[2];
+    }
+    if (torch_.empty(4, shape, apart, torch_.dtypes[kind > 0], torch_.cpu, 0, &made) || torch_.data(made, &to))
+        kv_give_up();
+    ptrdiff_t item = kv_row_bytes(kind > 0 ? KV_BF16 : KV_F32, 1);
+    if (!fits) {
+        memset(to, 0xff, (size_t)item);
+        return made;
+    }
+    int64_t live = shape[2] == pass_rows ? pass_real : shape[2];
+    kv_rope(isa, kind, from, strides[1], strides[2], live, (int32_t)shape[1], (int32_t)shape[3], c, s,
+            (int32_t)table[2], to);
+    memset((uint8_t *)to + live * apart[2] * item, 0, (size_t)((shape[2] - live) * apart[2] * item));
+    return made;
+}
+
+/* (queries, keys, cosine, sine, instruction set) -> (queries, keys), each turned by its row's position */
+KV_API void kv_op_rope(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+    kv_tensor given[4], made[2];
+    (void)inputs, (void)outputs;
+    for (int i = 0; i < 4; i++) given[i] = (kv_tensor)(uintptr_t)stack[i];
+    for (int i = 0; i < 2; i++) made[i] = kv_turned((int)stack[4], given[i], given[2], given[3]);
+    for (int i = 0; i < 4; i++) torch_.drop(given[i]);
+    for (int i = 0; i < 2; i++) stack[i] = (uint64_t)(uintptr_t)made[i];
 }
