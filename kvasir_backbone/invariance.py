@@ -149,6 +149,6 @@ def _logits(
         return [model.forward(step).logits[-1].copy() for step in steps]
     finally:
         for number in range(1, 4 + others):
-            log = model.forget(-number)
-            if decided is not None and log is not None:
-                decided[-number] = log
+            made = model.forget(-number)
+            if decided is not None and made is not None:
+                decided[-number] = made

@@ -167,7 +167,7 @@ class Products:
         while self._packed:
             (weight, dtype), product = self._packed.popitem()
             if weight in self._freed and dtype == weight.dtype:
-                (weight.data,) = product.matrix.parts()
+                weight.data = product.weight()
         self._freed.clear()
 
     @contextmanager

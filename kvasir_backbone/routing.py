@@ -128,14 +128,18 @@ class StepRouting:
         below = combine_of(self.dispatcher)
         while live := self._live(count):
             whole = len(live) == count
-            index = slice(0, count) if whole else torch.tensor(live)
-            keys = self.keys if whole else [self.keys[number] for number in live]
+            index: slice | Tensor
+            if whole:
+                index, keys, chosen, shares = slice(0, count), self.keys, ids, weights
+            else:
+                index = torch.tensor(live)
+                keys, chosen, shares = [self.keys[number] for number in live], ids[index], weights[index]
             started = time.monotonic() - time.thread_time()
             try:
                 if below is None:
-                    outputs = self.dispatcher.dispatch(layer, rows[index], ids[index], keys, self.deadline_s)
+                    outputs = self.dispatcher.dispatch(layer, rows[index], chosen, keys, self.deadline_s)
                 else:
-                    outputs = below(layer, rows[index], ids[index], weights[index], keys, self.deadline_s)
+                    outputs = below(layer, rows[index], chosen, shares, keys, self.deadline_s)
             except DispatchFailed as failure:
                 self._note(failure, live)
                 if failure.outputs is None:
@@ -149,7 +153,7 @@ class StepRouting:
                 self._combine(outputs, weights, out)
             else:
                 some = rows.new_empty(len(live), rows.shape[1])
-                self._combine(outputs, weights[index], some)
+                self._combine(outputs, shares, some)
                 out[index] = some
             break
         else:

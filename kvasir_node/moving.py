@@ -135,6 +135,8 @@ class Mover:
             raise Refused("conflict", "the window is not in service here")
         if offer.precision not in offering.precisions:
             raise Refused("conflict", f"the owner does not allow {offer.precision}")
+        if any((h.clock.lease.plan, h.window) == (offer.plan, offer.window) for h in self._tenancy.held):
+            raise Refused("conflict", "this node takes that window already")
         room = await self._weigh(move, old)
         new = await self._tenancy.claim(offer, network=offering.network, budget=offering.budget, move=move.id)
         if new is None:

@@ -150,7 +150,7 @@ def claim(session: Session, desk: Desk, device: Device, request: m.ClaimRequest)
     _end_older_starts(session, device, request.start_generation, keep=())
     mine = _active(session, t.leases.c.wallet == device.wallet)
     before = _same_claim(mine, device, request)
-    if before is not None:
+    if before is not None and moves.is_of(session, request.move, before.lease):
         return _granted(before, session.now)
     _check_wallet(session, desk, wallet, mine, request)
     window, kept = _lock_window(session, request)

@@ -231,6 +231,14 @@ def take(session: Session, device: PublicKey, request: m.ClaimRequest) -> None:
     session.run(update(t.moves).where(t.moves.c.id == row.id).values(state="taken"))
 
 
+def is_of(session: Session, move: MoveId | None, lease: bytes) -> bool:
+    """Whether a lease is what a claim in that move got; a claim in none may have got any."""
+    if move is None:
+        return True
+    taken: bytes | None = session.value(select(t.moves.c.taken_lease).where(t.moves.c.id == move))
+    return taken == lease
+
+
 def note_lease(session: Session, move: MoveId, lease: LeaseId) -> None:
     """The lease that a taken move got."""
     session.run(update(t.moves).where(t.moves.c.id == move).values(taken_lease=lease))

@@ -28,7 +28,12 @@ DENSE_KINDS: Final = {torch.float32: KINDS["fp32"], torch.bfloat16: KINDS["bf16"
 class DenseHeader(ctypes.Structure):
     """`kv_dense`."""
 
-    _fields_ = (("matrix", MatrixHeader), ("bias", ctypes.c_void_p), ("isa", ctypes.c_int32))
+    _fields_ = (
+        ("matrix", MatrixHeader),
+        ("bias", ctypes.c_void_p),
+        ("isa", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+    )
 
 
 class NormHeader(ctypes.Structure):
@@ -46,6 +51,7 @@ class NormHeader(ctypes.Structure):
 class DenseProduct:
     """rows @ weight.T + bias: a packed copy of `weight` [out, in] and `bias` [out], fp32 or bf16.
 
+    fp32 weights that are bf16 values, as those of a bf16 checkpoint are, are kept as bf16: the same results.
     `address` is what the operator `kvasir::linear` takes; it is good as long as this object lives. `kernel`
     lends its instruction set. Raises `ValueError` for another dtype.
     """
@@ -53,19 +59,28 @@ class DenseProduct:
     def __init__(self, kernel: CpuKernel, weight: Tensor, bias: Tensor | None = None) -> None:
         if weight.dtype not in DENSE_KINDS:
             raise ValueError(f"a matrix of {weight.dtype}, wanted fp32 or bf16")
-        matrix = PackedMatrix.pack(kernel.library, DenseMatrix(weight))
+        kept = weight.to(torch.bfloat16) if _is_bf16(weight) else weight
+        matrix = PackedMatrix.pack(kernel.library, DenseMatrix(kept))
         assert matrix is not None, "the C core packs both kinds"
         self.matrix = matrix
         self.dtype = weight.dtype
         self._bias = None if bias is None else bias.to(torch.float32).contiguous().clone()
         self._library = kernel.library
         self._header = DenseHeader(
-            matrix.header, None if self._bias is None else self._bias.data_ptr(), kernel.isa.number
+            matrix.header,
+            None if self._bias is None else self._bias.data_ptr(),
+            kernel.isa.number,
+            DENSE_KINDS[weight.dtype],
         )
         self.address = ctypes.addressof(self._header)
 
+    def weight(self) -> Tensor:
+        """The matrix as it was given, bit for bit."""
+        (kept,) = self.matrix.parts()
+        return kept.to(self.dtype)
+
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows [n, in], contiguous, of the matrix's dtype -> [n, out] of the same."""
+        """rows [n, in], contiguous, of the weight's dtype -> [n, out] of the same."""
         _check(rows, self.dtype, self.matrix.shape[1])
         made = torch.empty(rows.shape[0], self.matrix.shape[0], dtype=self.dtype)
         if not self._library.dense_run(self.address, rows.data_ptr(), rows.shape[0], made.data_ptr()):
@@ -124,6 +139,12 @@ def rope(kernel: CpuKernel, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tens
         cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], out.data_ptr(),
     )  # fmt: skip
     return out
+
+
+def _is_bf16(weight: Tensor) -> bool:
+    """Whether rounding to bf16 changes no value; looked at a few rows at a time."""
+    step = max(1, (1 << 20) // max(1, weight.shape[1]))
+    return all(torch.equal(part.to(torch.bfloat16).to(part.dtype), part) for part in weight.split(step))
 
 
 def _check(rows: Tensor, dtype: torch.dtype, width: int) -> None:

@@ -70,7 +70,7 @@ def _read_packed(model: BackboneModel, tokens: Tensor, make_step: MakeStep) -> t
     batch = PackedBatch(segments, memory)
     step = make_step(_keys(count, length))
     positions = torch.arange(length).repeat(count).unsqueeze(0)
-    with packed.packed(batch), routing.routing(step), torch.inference_mode():
+    with model.own_code(), packed.packed(batch), routing.routing(step), torch.inference_mode():
         output = model.model(
             input_ids=tokens.reshape(1, -1),
             position_ids=positions,

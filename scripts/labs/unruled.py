@@ -144,7 +144,7 @@ class UnruledModel(BackboneModel):
         assert isinstance(unruled, UnruledModel)
         unruled.routers = routers
         unruled.dispatcher = routers.swarm
-        unruled.memory = KvMemory()
+        unruled.memory = KvMemory(model.memory.attention)
         unruled._cache = PackedCache()
         unruled._caches, unruled._logs = {}, {}
         return unruled

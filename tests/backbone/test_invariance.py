@@ -24,7 +24,7 @@ def test_passes_of_too_few_rows_are_found_out_and_mended(
     bundled_model: BackboneModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine whose products differ below eight rows."""
-    real = bundled_model._run
+    real: Any = bundled_model._run
 
     def run(step: Any, tokens: Any, *arguments: Any, **options: Any) -> Any:
         logits = real(step, tokens, *arguments, **options)
@@ -42,7 +42,8 @@ def test_passes_of_too_few_rows_are_found_out_and_mended(
 def test_where_no_size_helps_the_fault_is_named(
     bundled_model: BackboneModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, before = bundled_model._run, bundled_model.least_rows
+    before = bundled_model.least_rows
+    real: Any = bundled_model._run
 
     def run(step: Any, tokens: Any, *arguments: Any, **options: Any) -> Any:
         logits = real(step, tokens, *arguments, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,8 +85,11 @@ def step(
     made = []
     with packed.packed(batch), torch.inference_mode():
         for layer in range(2):
-            parts = texts.rows(layer, segments, padding)
-            out = attend(layer, *parts, SCALING) if operator is None else operator(*parts, layer, SCALING)
+            parts = query, key, value = texts.rows(layer, segments, padding)
+            if operator is not None:
+                out = operator(*parts, layer, SCALING)
+            else:
+                out = attend(layer, query, key, value, SCALING)
             assert out.shape == (1, batch.rows + padding, HEADS, VALUE_DIM)
             assert not out[:, batch.rows :].any()
             made.append(list(torch.split(out[0, : batch.rows], [each.rows for each in segments])))
@@ -154,13 +157,13 @@ def test_what_the_c_core_does_not_cover_is_computed_by_torch(core: KvMemory, tex
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers whose attention was computed in Python."""
     seen: list[int] = []
 
-    def watched(layer: int, *arguments: Any) -> Tensor:
+    def watched(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         seen.append(layer)
-        return attend(layer, *arguments)
+        return attend(layer, query, key, value, scaling)
 
     monkeypatch.setattr(packed, "attend", watched)
     return seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,9 +64,7 @@ def test_products_run_in_the_c_core_and_one_row_costs_one_row(checkpoint: Checkp
     assert model.least_rows == 1
 
 
-def test_results_are_torchs_within_rounding(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_torchs_within_rounding(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = load(checkpoint)
     assert ours._products is not None
     with monkeypatch.context() as patch:

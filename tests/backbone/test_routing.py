@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvasir_backbone.routing import NothingLeft, Routed, RoutingLog, StepRouting, experts_forward
 from kvasir_backbone.seam import RowKey
+from kvasir_node import kernels
+from kvasir_node.residual import residual
 from tests.support.dispatchers import Failing, Recording
 
 
@@ -40,6 +42,28 @@ def test_outputs_are_combined_with_the_routers_weights_in_fp32() -> None:
     outputs = (hidden.unsqueeze(1) * (ids.unsqueeze(-1) + 1).to(torch.bfloat16)).float()
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, (outputs * weights.float().unsqueeze(-1)).sum(1).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_c_core_combines_alike(dtype: torch.dtype) -> None:
+    kernel = kernels.load()
+    if kernel is None:
+        pytest.skip("no C compiler on the path")
+    hidden, ids, weights = _inputs(6, k=3, dtype=dtype)
+    keys = _keys(1, 1, 2, 2, 3)
+    out = StepRouting(Scaling(), keys, kernel=kernel).run(0, hidden, ids, weights)
+    exact = (Scaling().dispatch(0, hidden, ids, [], 0.0).double() * weights.double().unsqueeze(-1)).sum(1)
+    assert out.dtype == dtype
+    assert float(residual(out[:5], exact[:5]).max()) <= (1e-12 if dtype == torch.float32 else 1e-5)
+    assert not out[5].any()
+    for place in range(5):  # a row's bits are those that it has alone
+        row = slice(place, place + 1)
+        alone = StepRouting(Scaling(), keys[row], kernel=kernel).run(0, hidden[row], ids[row], weights[row])
+        assert torch.equal(alone, out[row])
+    failing = Failing(Scaling(), lambda layer, key: key.position == 2, True)
+    some = StepRouting(failing, keys, kernel=kernel).run(0, hidden, ids, weights)
+    assert torch.equal(some[[0, 1, 4]], out[[0, 1, 4]])
+    assert not some[2:4].any()
 
 
 def test_padding_never_crosses_the_seam() -> None:

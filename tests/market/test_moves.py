@@ -372,6 +372,20 @@ async def test_a_move_that_others_made_needless_is_off(market: Stall) -> None:
     assert (await owner.beat()).move is None
 
 
+async def test_a_move_to_a_window_that_its_device_took_anyway_is_refused(market: Stall) -> None:
+    _, _, owners = await crowd(market)
+    await sweep(market)
+    owner, move = await asked(owners)
+    client = owner.device.client
+    lease = await client.claim(move.offer, numerics=NUMERICS, start_generation=1)
+    with pytest.raises(Refused, match="has a replica of"):
+        await client.claim(move.offer, numerics=NUMERICS, start_generation=1, move=move.id)
+    await client.release(lease.id, lease.epoch, reason="gone")
+    taken = await client.claim(move.offer, numerics=NUMERICS, start_generation=1, move=move.id)
+    again = await client.claim(move.offer, numerics=NUMERICS, start_generation=1, move=move.id)
+    assert again.id == taken.id, "the answer was lost"
+
+
 async def test_a_lease_that_ended_meanwhile_ends_its_move(market: Stall) -> None:
     _, (full, _), owners = await crowd(market)
     await sweep(market)

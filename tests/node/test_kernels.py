@@ -25,7 +25,7 @@ from kvasir_node.ffn import TORCH
 from kvasir_node.kernels import ROW_KINDS, CpuKernel, PackedMatrix, load, open_kernel
 from kvasir_node.kernels.build import build, cache_folder, find_compiler, usable
 from kvasir_node.kernels.cpu import _digest
-from kvasir_node.kernels.dense import DENSE_KINDS, DenseProduct, RowNorm, combine
+from kvasir_node.kernels.dense import DENSE_KINDS, DenseProduct, RowNorm, combine, rope
 from kvasir_node.kernels.native import Library
 from kvasir_node.kernels.operators import operators
 from kvasir_node.numerics import DenseMatrix, Matrix, quantise_int4, quantise_int8, to_fp32
@@ -508,8 +508,10 @@ def test_a_home_that_is_no_folder_is_no_harm(
 # --- what a model computes beside its experts ---
 
 
-def dense_shape(kernel: CpuKernel, dtype: torch.dtype, shape: tuple[int, int]) -> tuple[DenseProduct, Tensor]:
-    weight, bias = noise(*shape).to(dtype), noise(shape[0]).to(dtype)
+def dense_shape(
+    kernel: CpuKernel, dtype: torch.dtype, shape: tuple[int, int], stored: torch.dtype | None = None
+) -> tuple[DenseProduct, Tensor]:
+    weight, bias = noise(*shape).to(stored or dtype).to(dtype), noise(shape[0]).to(dtype)
     rows = noise(70, shape[1], seed=1).to(dtype)
     product = DenseProduct(kernel, weight, bias)
     exact = (rows.double() @ weight.double().T + bias.double()).to(dtype)
@@ -550,6 +552,46 @@ def test_norms_and_sums_agree_with_torchs_everywhere(
         assert torch.equal(RowNorm(kernel, weight, 1e-6)(rows[3:4]), found[-1][0][3:4])
     for made in found[1:]:
         assert all(map(torch.equal, made, found[0]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_weights_of_a_bf16_checkpoint_take_half_the_memory(
+    kernels: list[CpuKernel], shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product, rows = dense_shape(kernels[0], torch.float32, shape, stored=torch.bfloat16)
+    monkeypatch.setattr("kvasir_node.kernels.dense._is_bf16", lambda weight: False)
+    wide, _ = dense_shape(kernels[0], torch.float32, shape, stored=torch.bfloat16)
+    assert (product.matrix.kind, wide.matrix.kind) == ("bf16", "fp32")
+    assert torch.equal(product(rows), wide(rows))
+    assert torch.equal(product.weight(), wide.weight())
+    assert product.weight().dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DENSE_KINDS)
+@pytest.mark.parametrize("turned", [4, 6, 10])
+def test_turns_are_transformers_own_bits(kernels: list[CpuKernel], dtype: torch.dtype, turned: int) -> None:
+    heads, cosine, sine = (
+        noise(5, 3, 10).to(dtype),
+        noise(5, turned).to(dtype),
+        noise(5, turned, seed=1).to(dtype),
+    )
+    first, second = heads[..., :turned].chunk(2, -1)
+    swapped = torch.cat((-second, first), -1)
+    part = heads[..., :turned] * cosine.unsqueeze(1) + swapped * sine.unsqueeze(1)
+    expected = torch.cat((part, heads[..., turned:]), -1)
+    for kernel in kernels:
+        assert torch.equal(rope(kernel, heads, cosine, sine), expected)
+    found = operators()
+    assert found is not None
+    query = heads.transpose(0, 1).unsqueeze(0)  # [1, heads, rows, width]
+    key, isa = query[:, :1].contiguous(), found.kernel.isa.number
+    with found.real_rows(5, 4):
+        made = torch.ops.kvasir.rope(query, key, cosine[None], sine[None], isa)
+    for one, wanted in zip(made, (expected, expected[:, :1]), strict=True):
+        assert torch.equal(one[0, :, :4], wanted[:4].transpose(0, 1))
+        assert not one[0, :, 4:].any()
+    made = torch.ops.kvasir.rope(query, key, cosine[None, :2], sine[None, :2], isa)
+    assert all(one.isnan().all() for one in made), "positions of other rows"
 
 
 def test_rows_that_do_not_fit_a_product_are_refused(kernels: list[CpuKernel]) -> None:

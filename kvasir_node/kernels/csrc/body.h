@@ -159,9 +159,8 @@ KV_TARGET static float KV(squares)(int kind, const void *row, ptrdiff_t n)
     return sum;
 }
 
-/* Products of a model's own rows, n at most ROWS: y[n, out] = x[n, in] @ m.T + bias in fp32, rounded once to the kind
- * of the matrix, which is that of y. */
-KV_TARGET static void KV(dense)(const kv_matrix *m, const float *bias, const kv_rows *rows, int n, void *y)
+/* Products of a model's own rows, n at most ROWS: y[n, out] = x[n, in] @ m.T + bias in fp32, rounded once to `kind`. */
+KV_TARGET static void KV(dense)(const kv_matrix *m, const float *bias, const kv_rows *rows, int n, int kind, void *y)
 {
     float total[ROWS * PANEL] __attribute__((aligned(64)));
     const uint8_t *w = m->data;
@@ -173,7 +172,7 @@ KV_TARGET static void KV(dense)(const kv_matrix *m, const float *bias, const kv_
             ptrdiff_t at = (ptrdiff_t)r * m->out + p * PANEL;
             if (bias)
                 for (int o = 0; o < outputs; o++) t[o] += bias[p * PANEL + o];
-            if (m->kind == KV_F32)
+            if (kind == KV_F32)
                 memcpy((float *)y + at, t, (size_t)outputs * 4);
             else
                 KV(narrow)(t, outputs, (uint16_t *)y + at);

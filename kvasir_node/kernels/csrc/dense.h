@@ -1,10 +1,12 @@
 /* What a model computes beside its experts: products, norms and turns by position of its own rows, all of one kind, fp32
- * or bf16, and the weighted sum of experts' outputs. Rows are contiguous. */
+ * or bf16, and the weighted sum of experts' outputs. Rows are contiguous. A matrix may be bf16 beside fp32 rows: the
+ * sums are those of the same values in fp32, from half the memory. */
 
 typedef struct {
-    kv_matrix matrix; /* its kind is that of rows and results */
+    kv_matrix matrix;  /* fp32 or bf16 */
     const float *bias; /* [out], or none */
     int32_t isa;
+    int32_t kind; /* of rows and results */
 } kv_dense;
 
 typedef struct {
@@ -20,21 +22,26 @@ KV_API int32_t kv_dense_run(const kv_dense *d, const void *x, int64_t n, void *y
 {
     const kv_isa *with = &kv_isas[d->isa];
     const kv_matrix *m = &d->matrix;
-    ptrdiff_t in = m->in, bytes = kv_row_bytes(m->kind, 1);
+    ptrdiff_t in = m->in, item = kv_row_bytes(d->kind, 1);
     kv_rows rows = {0};
     rows.blocks = (in + BLOCK - 1) / BLOCK;
     rows.stride = m->kind == KV_BF16 ? kv_up(in, 2) : in;
     float *wide = NULL;
-    if (m->kind == KV_BF16 && !(wide = malloc((size_t)((n < ROWS ? n : ROWS) * rows.stride) * 4 + 4))) return 0;
+    if ((d->kind == KV_BF16 || rows.stride != in) &&
+        !(wide = malloc((size_t)((n < ROWS ? n : ROWS) * rows.stride) * 4 + 4)))
+        return 0;
     for (int64_t first = 0; first < n; first += ROWS) {
         int some = (int)(n - first < ROWS ? n - first : ROWS);
-        const uint8_t *from = (const uint8_t *)x + first * in * bytes;
+        const uint8_t *from = (const uint8_t *)x + first * in * item;
         rows.x = wide ? wide : (const float *)from;
         for (ptrdiff_t r = 0; wide && r < some; r++) {
             wide[(r + 1) * rows.stride - 1] = 0.0f; /* of an odd width: the weight beside it is zero too */
-            with->widen((const uint16_t *)from + r * in, in, wide + r * rows.stride);
+            if (d->kind == KV_BF16)
+                with->widen((const uint16_t *)from + r * in, in, wide + r * rows.stride);
+            else
+                memcpy(wide + r * rows.stride, (const float *)from + r * in, (size_t)in * 4);
         }
-        with->dense(m, d->bias, &rows, some, (uint8_t *)y + first * m->out * bytes);
+        with->dense(m, d->bias, &rows, some, d->kind, (uint8_t *)y + first * m->out * item);
     }
     free(wide);
     return 1;

@@ -180,7 +180,7 @@ typedef struct {
     void (*widen)(const uint16_t *, ptrdiff_t, float *);
     void (*narrow)(const float *, ptrdiff_t, uint16_t *);
     float (*squares)(int, const void *, ptrdiff_t);
-    void (*dense)(const kv_matrix *, const float *, const kv_rows *, int, void *);
+    void (*dense)(const kv_matrix *, const float *, const kv_rows *, int, int, void *);
     void (*norm)(int, const void *, const float *, float, ptrdiff_t, void *);
     void (*combine)(int, const void *, const float *, int, ptrdiff_t, void *);
     void (*turn)(int, const void *, const void *, const void *, ptrdiff_t, ptrdiff_t, void *);

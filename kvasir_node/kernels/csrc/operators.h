@@ -103,7 +103,7 @@ KV_API void kv_op_linear(uint64_t *stack, uint64_t inputs, uint64_t outputs)
     const kv_dense *d = (const kv_dense *)(uintptr_t)stack[1];
     kv_call c;
     (void)inputs, (void)outputs;
-    int fits = kv_begin(&c, stack, d->matrix.kind, d->matrix.in, d->matrix.out);
+    int fits = kv_begin(&c, stack, d->kind, d->matrix.in, d->matrix.out);
     kv_end(&c, fits && kv_dense_run(d, c.x, c.live, c.y), stack);
 }
 
