@@ -2,9 +2,10 @@
 
 torch pads and packs a matrix anew for every few rows, and sums in another order for other numbers of rows.
 The C core reads each matrix once, packed when it is loaded, and a row's bits never depend on its company; so
-a pass of one row costs one row. A packed matrix's plain form is freed (its parameter is left with its shape
-and no memory, full of NaN) unless something else reads it, as an embedding does; `restore` brings it back bit
-for bit. Matrices are packed one by one: memory never holds a second copy of the model.
+a pass of one row costs one row. The plain form of a packed linear layer is freed (its parameter is left with
+its shape and no memory, full of NaN) unless something else reads it, as an embedding does; `restore` brings
+it back bit for bit. A router keeps its own. Matrices are packed one by one: memory never holds a second copy
+of the model.
 
 What is replaced is found by watching a pass: every `torch.nn.functional.linear` whose weight is a parameter
 in fp32 or bf16, or one that is read in fp32. Each product and norm is compared with torch's on rows of its
@@ -16,12 +17,12 @@ Knows torch's modules and the C core. Knows no requests and no experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 
@@ -56,7 +57,7 @@ _PRODUCTS: Final = frozenset(
 class _Watching(TorchFunctionMode):
     """Follows parameters of a model that are read in fp32 on the way to a product."""
 
-    def __init__(self, own: Container[Parameter]) -> None:
+    def __init__(self, own: Collection[Parameter]) -> None:
         super().__init__()
         self._own = own
         self._widened: dict[int, tuple[Tensor, Parameter]] = {}
@@ -79,13 +80,15 @@ class Found(_Watching):
     """While active, notes which parameters this thread's passes multiply by, and what else they do.
 
     `biases` is (parameter, dtype of the product) -> the bias that goes with it, `plain` are the parameters
-    whose memory is read otherwise, `others` the names of products that are not by a parameter.
+    whose memory is read otherwise or may be: all but those of linear layers. So a router can be looked at as
+    it is. `others` are the names of products that are not by a parameter.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__({parameter: None for parameter in model.parameters() if parameter.dim() <= 2})
         self.biases: dict[tuple[Parameter, torch.dtype], Parameter | None] = {}
-        self.plain: set[Parameter] = set()
+        linear = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+        self.plain: set[Parameter] = {parameter for parameter in self._own if parameter not in linear}
         self.others: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

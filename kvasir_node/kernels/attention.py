@@ -107,7 +107,7 @@ class Attention:
         self.library.attend(
             self.isa.number, form.address, spans.buffer_info()[0], len(spans) // SPAN_FIELDS, layer,
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-            self._scratch(form.scratch_bytes),
+            self._scratch(form.scratch_bytes).data_ptr(),
         )  # fmt: skip
 
     @contextmanager
@@ -117,23 +117,23 @@ class Attention:
         It calls the operator `kvasir::attend` for layers from `layers` on, whose planes are not there yet,
         and for forms that no `form_of` has covered. Rows from `rows` on are padding.
         """
-        size = self._most_scratch
-        address = self._scratch(size) if size else None
+        kept = self._scratch(self._most_scratch)  # held: a larger one may take its place meanwhile
         begin, isa = self.library.attend_step, self.isa.number
-        begin(isa, spans.buffer_info()[0], len(spans) // SPAN_FIELDS, layers, rows, address, size)
+        address = spans.buffer_info()[0]
+        begin(isa, address, len(spans) // SPAN_FIELDS, layers, rows, kept.data_ptr(), kept.numel())
         try:
             yield
         finally:
             begin(isa, None, 0, 0, 0, None, 0)
 
-    def _scratch(self, size: int) -> int:
-        """The address of `size` bytes that this thread reuses."""
-        kept: tuple[int, int, Tensor] | None = getattr(self._local, "kept", None)
-        if kept is None or kept[1] < size:
+    def _scratch(self, size: int) -> Tensor:
+        """`size` bytes or more that this thread reuses."""
+        kept: Tensor | None = getattr(self._local, "bytes", None)
+        if kept is None or kept.numel() < size:
             with torch.inference_mode(False):
-                made = torch.empty(size, dtype=torch.uint8)
-            kept = self._local.kept = (made.data_ptr(), size, made)
-        return kept[0]
+                kept = torch.empty(size, dtype=torch.uint8)
+            self._local.bytes = kept
+        return kept
 
 
 @functools.cache

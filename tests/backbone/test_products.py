@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,24 @@ def test_a_chunk_that_samples_nothing_needs_no_output_layer(checkpoint: Checkpoi
     model.forget(1)
 
 
+def test_two_step_threads_have_padding_of_their_own(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint)
+
+    def passes(request: int, rows: int) -> list[Any]:
+        work = Work(Segment(request, 0, 0, rows, rows, False, 0, True), list(range(rows)))
+        made = []
+        for _ in range(10):
+            made.append(model.forward([work]).logits[request].copy())
+            model.forget(request)
+        return made
+
+    alone = [passes(1, 2), passes(2, 5)]
+    with ThreadPoolExecutor(2) as pool:
+        together = [pool.submit(passes, *one) for one in ((1, 2), (2, 5))]
+        for expected, made in zip(alone, together, strict=True):
+            assert all(map(np.array_equal, expected, made.result(60.0)))
+
+
 class Odd(nn.Module):
     """Products by parameters in every form, and one that is not by a parameter."""
 
@@ -139,14 +158,15 @@ class Odd(nn.Module):
         def noise(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape, generator=generator), requires_grad=False)
 
-        self.tied, self.wide, self.bias = noise(9, 6), noise(6, 6), noise(6)
+        self.tied, self.router, self.wide = noise(9, 6), noise(6, 6), nn.Linear(6, 6)
+        self.wide.weight, self.wide.bias = noise(6, 6), noise(6)
         self.others = others
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = nn.functional.embedding(tokens, self.tied)
-        rows = nn.functional.linear(rows, bias=self.bias, weight=self.wide)
+        rows = nn.functional.linear(self.wide(rows), weight=self.router)
         if self.others:
-            rows = rows @ self.wide.T
+            rows = rows @ self.wide.weight.T
         return nn.functional.linear(rows, self.tied)
 
 
@@ -162,9 +182,10 @@ def test_what_reads_a_parameter_otherwise_keeps_it(others: bool) -> None:
     assert bool(seen.others) is others
     taken = Products(found)
     assert taken.pack(seen, [])
-    assert taken.count == 2
+    assert taken.count == 3
     assert model.tied.isfinite().all()
-    assert model.wide.isnan().all() is not others
+    assert model.router.isfinite().all()
+    assert bool(model.wide.weight.isnan().all()) is not others
     with taken.active(), torch.no_grad():
         made = model(tokens)
     assert not torch.equal(made, torch.zeros_like(made))

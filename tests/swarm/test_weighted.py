@@ -40,6 +40,12 @@ async def test_a_weighted_swarm_gives_stocks_text_and_is_paid_for_one_response_r
         await swarm.nodes[0].kill()
         assert await running == choice["text"]
         await until(lambda: backbone.auditor.stats.audited > 0, timeout=60, what="an audit")
+        stats, plan, top_k = backbone.dispatcher.stats, backbone.plan, backbone.plan.layers[0].top_k
+
+        def rows() -> int:  # of ids-only: rows x ((1 + k) x row bytes + 2 k)
+            return stats.rows * (2 * plan.row_bytes + 2 * top_k)
+
+        await until(lambda: backbone.book.paid_bytes == rows(), timeout=60, what="the last payment")
         status = await swarm.ask("status")
         async with swarm.http.get(f"{swarm.url}/metrics") as response:
             metrics = await response.text()
@@ -50,10 +56,7 @@ async def test_a_weighted_swarm_gives_stocks_text_and_is_paid_for_one_response_r
     assert 0 < audit["rate"] <= 1
     assert "\nkvasir_audited_total " in metrics
     assert f'kvasir_carried_bytes_total{{mode="weighted"}} {status["carried"]["bytes"]:g}' in metrics
-    stats, plan = backbone.dispatcher.stats, backbone.plan
-    top_k = plan.layers[0].top_k
-    rows = stats.rows * (2 * plan.row_bytes + 2 * top_k)
-    assert status["carried"]["bytes"] == rows  # of ids-only: rows x ((1 + k) x row bytes + 2 k)
+    assert status["carried"]["bytes"] == rows()
     model = load_stock(bundled_model_path())
     ids = choice["prompt_token_ids"]
     verdict = compare_greedy(model, ids, choice["token_ids"], stock_greedy(model, ids, TOKENS))
