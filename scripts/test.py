@@ -54,7 +54,11 @@ def side_checks() -> list[Check]:
     """What runs beside the tests, one after the other."""
     packages = [item for package in PACKAGES for item in ("-p", package)]
     order = ("pytest", "-q", "-p", "no:cacheprovider", IMPORT_ORDER)  # that cache holds the tests' failures
-    return [Check("mypy strict", ("mypy", *packages)), Check("import order", order)]
+    return [
+        Check("mypy strict", ("mypy", *packages)),
+        Check("mypy strict, scripts", ("mypy", "--explicit-package-bases", "scripts")),
+        Check("import order", order),
+    ]
 
 
 def tests(arguments: list[str]) -> Check:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-
-from tests.support import stacks
+from asyncio.constants import DEBUG_STACK_DEPTH
+from typing import Any
 
 
 async def test_a_future_and_a_task_know_where_they_were_made() -> None:
     loop = asyncio.get_running_loop()
     assert loop.get_debug()
     future, task = loop.create_future(), asyncio.create_task(asyncio.sleep(0))
+    made: Any
     for made in (future, task):
-        stack = made._source_traceback  # type: ignore[attr-defined]
-        (line,) = [frame.line for frame in stack if frame.filename == __file__]
+        (line,) = [frame.line for frame in made._source_traceback if frame.filename == __file__]
         assert line == "future, task = loop.create_future(), asyncio.create_task(asyncio.sleep(0))"
     await task
 
@@ -25,6 +25,6 @@ def test_a_stack_has_the_innermost_frames_and_their_lines() -> None:
         "test_a_stack_has_the_innermost_frames_and_their_lines",
         "found = traceback.extract_stack()",
     )
-    assert len(found) == stacks.DEBUG_STACK_DEPTH
+    assert len(found) == DEBUG_STACK_DEPTH
     assert [frame.name for frame in traceback.extract_stack(limit=2)] == [frame.name for frame in found[-2:]]
     assert traceback.extract_stack(limit=-2)[0].name != found[-1].name  # the oldest two, as ever

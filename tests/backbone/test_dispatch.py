@@ -16,6 +16,7 @@ from kvasir_backbone.audit import NormBand, Sample
 from kvasir_backbone.comparing import Rival, disagreements
 from kvasir_backbone.credit import CreditBook, Totals
 from kvasir_backbone.dispatch import CallEnd, OwnerBook, SwarmDispatcher
+from kvasir_backbone.pace import MIN_FAILOVER_S
 from kvasir_backbone.roster import Replica, Roster, WindowMap
 from kvasir_backbone.seam import DispatchFailed, RowKey
 from kvasir_node.calls import MAX_MESSAGE_BYTES, Buffers, Call, Reply, call_bytes, decode, encode, reply_bytes
@@ -168,6 +169,7 @@ class Setup:
         fallback: bool = True,
         missing: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        min_failover_s: float = MIN_FAILOVER_S,
         made: type[SwarmDispatcher] = SwarmDispatcher,
     ) -> None:
         self.workers = Workers(roster(WINDOWS, held))
@@ -190,6 +192,7 @@ class Setup:
             reference=self.local,
             fallback=fallback,
             max_message_bytes=max_message_bytes,
+            min_failover_s=min_failover_s,
             auditor=self.auditor,
             rng=random.Random(0),
         )
@@ -503,7 +506,8 @@ def test_demand_counts_the_rows_routed_to_each_window_since_it_was_last_taken() 
 
 
 def test_dispatches_from_two_step_threads_do_not_disturb_each_other() -> None:
-    setup = Setup({0: ["a", "b"], 1: ["a", "b"], 2: ["a"], 3: ["b"]})
+    # On a busy machine a worker's thread may take long: what the fallback computes would pay nobody.
+    setup = Setup({0: ["a", "b"], 1: ["a", "b"], 2: ["a"], 3: ["b"]}, min_failover_s=4.0)
     results: dict[int, list[Tensor]] = {0: [], 1: []}
 
     def step(layer: int) -> None:

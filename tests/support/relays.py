@@ -70,9 +70,7 @@ class Swarm:
     def __init__(self) -> None:
         self.root_key = SigningKey.generate()
         self.root = self.root_key.public
-        self.market, self.relay, self.backbone = (
-            self.certify(role) for role in _ROLES
-        )
+        self.market, self.relay, self.backbone = (self.certify(role) for role in _ROLES)
 
     def certify(self, role: Role, *, id: bytes | None = None, serial: int = 1) -> Operator:
         """A new operating key of `role`."""
