@@ -41,6 +41,9 @@ MAX_QUEUED: Final = 32
 CPU_EVERY: Final = 64
 """The process's CPU time is read at every so many calls: all threads of it are asked for theirs."""
 
+LEAST_COMPARED: Final = 1 / 16
+"""This share of lost races is compared whatever it costs."""
+
 MAX_WAITING: Final = 64
 WAITING_S: Final = 900.0
 TRY_AGAIN_S: Final = 15.0
@@ -201,6 +204,11 @@ class SampledAuditor:
             self._budget.drawn()
             replica, sample = draw(self._rng)
         self._queue(self._judge, replica, sample)
+
+    def curious(self) -> bool:
+        """Whether to compare one more lost race: where the budget allows, else by chance."""
+        with self._lock:
+            return self._budget.allows_comparison or self._rng.random() < LEAST_COMPARED
 
     def compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
         """Outputs [rivals, width] of a lost race, nobody else's memory, beside the accepted ones."""

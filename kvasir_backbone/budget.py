@@ -94,6 +94,12 @@ class AuditBudget:
         affordable = self._share * (self._cpu_s / self._calls) / (self._audit_s / self._audits)
         return min(wanted, max(affordable, self._floor))
 
+    @property
+    def allows_comparison(self) -> bool:
+        """Whether a lost race may be compared: up to half of the share goes to that, so that audits have
+        the rest."""
+        return self._audit_s <= self._share / 2 * self._cpu_s
+
     def spending(self) -> Spending:
         """What was really drawn and spent lately."""
         return Spending(

@@ -133,12 +133,13 @@ def _shared(call: WorkerCall, flight: Flight) -> Iterator[_Shared]:
 def disagreements(rivals: Sequence[Rival], outputs: Tensor) -> list[Disagreement]:
     """Those of the rivals whose losers said something else. `outputs` [rivals, width] is what they said."""
     accepted = torch.stack([rival.sample.output for rival in rivals])
+    if torch.equal(outputs, accepted):  # most are the same bits
+        return []
     distances: list[float] = residual(outputs, accepted).tolist()  # at once: each by itself costs ten times
     return [
         Disagreement(rival, output, d)
         for rival, output, d in zip(rivals, outputs, distances, strict=True)
-        if d > 0.0  # most are the same bits
-        and d > pair_limit(rival.loser, rival.winner, summed=rival.sample.weights is not None)
+        if d > pair_limit(rival.loser, rival.winner, summed=rival.sample.weights is not None)
     ]
 
 

@@ -123,6 +123,9 @@ class Auditor(Protocol):
     def rejected(self, replica: Replica, d: float, sample: Sample) -> None:
         """A reply was rejected before it was used: one of its outputs, `sample`, was off by `d`."""
 
+    def curious(self) -> bool:
+        """Whether the loser of one more race should be compared; else its call is given up."""
+
     def compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
         """The loser of a race answered: its outputs [rivals, width] beside the accepted ones."""
 
@@ -522,7 +525,7 @@ class SwarmDispatcher:
         if self._auditor is not None:
             if taken:
                 self._auditor.offer(call.groups[0][0], self._drawer(run, call, outputs, taken))
-            if len(taken) < len(call.groups):
+            if len(taken) < len(call.groups) and self._auditor.curious():
                 self._compare(self._rivals(run, call), outputs)
         weighted = run.weights is not None
         self._owed.append(partial(self._pay, call, flight, taken, run.metered, at, weighted=weighted))
@@ -674,7 +677,8 @@ class SwarmDispatcher:
                 sent_at = self._sent.pop(call.id, None)
                 if sent_at is not None:
                     self._late[call.id] = (call, sent_at)
-                    rivals = self._rivals(run, call) if self._auditor is not None else ()
+                    wanted = self._auditor is not None and self._auditor.curious()
+                    rivals = self._rivals(run, call) if wanted else ()
                     self._kept.keep(call.id, rivals, now)
                     if not rivals:  # its reply would teach nothing but its time
                         unwanted.append(call)

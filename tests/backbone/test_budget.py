@@ -72,3 +72,15 @@ def test_it_never_draws_more_than_trust_asks_for_and_a_clock_that_stands_still_h
         budget.spent(0.01)
         assert budget.afford(0.001) == 0.001
         assert 0.0 <= budget.afford(0.02) <= 0.02
+
+
+def test_lost_races_are_compared_while_audits_leave_half_of_their_share() -> None:
+    budget = AuditBudget(share=0.01)
+    assert budget.allows_comparison  # nothing was spent yet
+    budget.call(1.0)
+    budget.spent(0.004, audits=0)
+    assert budget.allows_comparison
+    budget.spent(0.002)
+    assert not budget.allows_comparison
+    budget.call(2.0)
+    assert budget.allows_comparison

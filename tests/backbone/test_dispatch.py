@@ -151,6 +151,9 @@ class Auditor:
         assert sample.expert in sample.ids
         self.samples.append(sample)
 
+    def curious(self) -> bool:
+        return True
+
     def compare(self, rivals: Sequence[Rival], outputs: Tensor) -> None:
         self.compared.append((rivals, outputs))
 
