@@ -53,10 +53,12 @@ async def run_choices(
     *,
     tick_s: float,
     heard: Callable[[float | None], None] = lambda gap_s: None,
+    each_token: bool = False,
 ) -> None:
     """Run all `requests` to their ends, handing every piece to `deliver`, choices interleaved as they come.
 
-    `heard` is told of every token: the seconds since the choice's token before, None for its first.
+    `heard` is told of every token: the seconds since the choice's token before, None for its first. With
+    `each_token` a token is handed on even while its text is held back (part of a character or stop string).
 
     Ends early with the first failure of a choice or of `deliver`; whatever way it ends, nothing is left
     running in the engine. Raises `KvasirError` from the engine, and whatever `deliver` raises.
@@ -68,7 +70,9 @@ async def run_choices(
             generations.append(engine.submit(request))
         async with asyncio.TaskGroup() as tasks:
             for index, generation in enumerate(generations):
-                tasks.create_task(_pump(index, generation, TextStream(decode, stops), queue, heard))
+                tasks.create_task(
+                    _pump(index, generation, TextStream(decode, stops), queue, heard, each_token)
+                )
             await _deliver_all(queue, len(generations), deliver, tick_s)
     except BaseExceptionGroup as group:
         raise _first_leaf(group) from None
@@ -83,6 +87,7 @@ async def _pump(
     text: TextStream,
     queue: asyncio.Queue[Piece],
     heard: Callable[[float | None], None],
+    each_token: bool,
 ) -> None:
     """One choice: tokens -> pieces, up to its end or its stop string."""
     tokens: list[int] = []
@@ -95,7 +100,7 @@ async def _pump(
         if text.stopped:
             await queue.put(Piece(index, shown, tuple(tokens), "stop"))
             return
-        if shown:
+        if shown or each_token:
             await queue.put(Piece(index, shown, tuple(tokens)))
             tokens.clear()
     rest = text.finish()

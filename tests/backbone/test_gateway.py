@@ -95,6 +95,19 @@ async def test_streamed_token_ids_are_complete(api: Api) -> None:
     assert len(ids) == 12
 
 
+async def test_token_ids_come_one_by_one_while_their_text_is_held_back(api: Api) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    text = (await api.client.completions.create(**asked)).choices[0].text
+    stream = await api.client.completions.create(
+        **asked, stop=text + "never", stream=True, extra_body={"return_token_ids": True}
+    )
+    choices = [chunk.choices[0] async for chunk in stream]
+    ids = [choice.model_dump()["token_ids"] for choice in choices]
+    assert [len(each) for each in ids if each] == [1] * 12
+    assert "".join(choice.text for choice in choices) == text
+    assert not any(choice.text for choice in choices[:11])
+
+
 async def test_a_seed_repeats_and_choices_differ(api: Api) -> None:
     async def sample(seed: int, n: int) -> list[str]:
         answer = await api.client.completions.create(
