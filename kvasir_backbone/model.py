@@ -338,6 +338,14 @@ class BackboneModel:
         ).logits
         return made
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter of `model` by its name, with the values it was loaded with, one after the other.
+
+        Those that are packed for the C core have none of their own any more.
+        """
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach() if self._products is None else self._products.plain(parameter)
+
     def own_code(self) -> contextlib.AbstractContextManager[None]:
         """While active, this thread may run `model` itself: its matrices may be the C core's."""
         return contextlib.nullcontext() if self._products is None else self._products.active()

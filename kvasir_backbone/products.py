@@ -162,6 +162,10 @@ class Products:
             module.forward = _norm_forward(norm)
         return True
 
+    def plain(self, weight: Parameter) -> Tensor:
+        """A parameter's values, bit for bit as they were; a copy where its own memory is freed."""
+        return self._packed[weight, weight.dtype].weight() if weight in self._freed else weight.detach()
+
     def restore(self) -> None:
         """Give all of it back to torch, with the parameters as they were."""
         for module in self._modules:
