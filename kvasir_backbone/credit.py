@@ -177,8 +177,14 @@ class CreditBook:
         self.before_reading: Callable[[], None] = _nothing_owed
         self._lock = threading.Lock()
         self._chains: dict[PublicKey, _Chain] = {}
-        self.paid_bytes = 0
+        self._paid_bytes = 0
+
+    @property
+    def paid_bytes(self) -> int:
         """Bytes that all devices together earned since the start."""
+        self.before_reading()
+        with self._lock:
+            return self._paid_bytes
 
     def knows(self, device: PublicKey) -> bool:
         """Whether the device's chain has been opened."""
@@ -238,7 +244,7 @@ class CreditBook:
             return
         with self._lock:
             chain = self._chains[device]
-            self.paid_bytes += total
+            self._paid_bytes += total
             chain.nbytes += total
             chain.calls += 1
             chain.unsigned_bytes += total

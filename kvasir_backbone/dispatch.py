@@ -264,6 +264,7 @@ class SwarmDispatcher:
         self._sent: dict[int, float] = {}
         self._demand: Counter[int] = Counter()
         self._owed: deque[Callable[[], None]] = deque()
+        self._settling = threading.Lock()
         book.before_reading = self.settle
         self._blocks: dict[tuple[int, int, bool], int] = {}
         self._chatty = _log.is_enabled_for(logging.DEBUG)
@@ -535,12 +536,9 @@ class SwarmDispatcher:
 
     def settle(self) -> None:
         """Do what was put off. Safe to call from any thread."""
-        while self._owed:
-            try:
-                work = self._owed.popleft()
-            except IndexError:  # another thread was faster
-                return
-            work()
+        with self._settling:  # who reads the book next waits for what another thread has begun to pay
+            while self._owed:
+                self._owed.popleft()()
 
     def _pay(
         self,

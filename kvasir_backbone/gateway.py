@@ -235,7 +235,7 @@ class Gateway:
                     sink.deliver,
                     tick_s=self.config.tick_s,
                     heard=visit.heard,
-                    each_token=body.token_ids,
+                    each_token=body.stream and body.token_ids,
                 )
         except KvasirError as caught:
             if isinstance(sink, WholeAnswer) or not sink.started:

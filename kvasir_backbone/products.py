@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 
-from kvasir_node.kernels.dense import DENSE_KINDS, DenseProduct, RowNorm
+from kvasir_node.kernels import ROW_KINDS
+from kvasir_node.kernels.dense import DenseProduct, RowNorm
 from kvasir_node.kernels.operators import Operators
 
 LIMITS: Final = {torch.float32: 1e-10, torch.bfloat16: 1e-4}
@@ -107,7 +108,7 @@ class Found(_Watching):
     def _note(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Note a product; whether it is one that can be taken over."""
         parameter = self.parameter_of(weight)
-        if parameter is None or weight.dim() != 2 or weight.dtype not in DENSE_KINDS:
+        if parameter is None or weight.dim() != 2 or weight.dtype not in ROW_KINDS:
             return False
         if rows.dtype != weight.dtype or not (
             bias is None or (type(bias) is Parameter and bias in self._own)
@@ -154,7 +155,7 @@ class Products:
                 weight.data = torch.full((1, 1), torch.nan, dtype=dtype).expand(weight.shape)
         for module in norms:
             weight = module.weight
-            if type(weight) is Parameter and weight.dim() == 1 and weight.dtype in DENSE_KINDS:
+            if type(weight) is Parameter and weight.dim() == 1 and weight.dtype in ROW_KINDS:
                 norm = RowNorm(kernel, weight.detach(), module.variance_epsilon)
                 if _agrees(norm, module, weight.shape[0]):
                     self._modules[module] = norm

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvasir_node.kernels.dense import DENSE_KINDS, combine
+from kvasir_node.kernels import ROW_KINDS
+from kvasir_node.kernels.dense import combine
 
 from .seam import DEFAULT_DEADLINE_S, Dispatcher, DispatchFailed, RowKey, combine_of
 
@@ -177,7 +178,7 @@ class StepRouting:
     def _combine(self, outputs: Tensor, weights: Tensor, out: Tensor) -> None:
         """The first rows of `out` = the sums over k of `outputs` [n, k, width] times `weights` [n, k]."""
         weights = weights.float()
-        if self.kernel is None or out.dtype not in DENSE_KINDS or outputs.dtype != out.dtype:
+        if self.kernel is None or out.dtype not in ROW_KINDS or outputs.dtype != out.dtype:
             out[: len(outputs)] = (outputs.float() * weights.unsqueeze(-1)).sum(1).to(out.dtype)
         else:
             combine(self.kernel, outputs.contiguous(), weights.contiguous(), out)

@@ -53,7 +53,7 @@ from .dispatch import CallEnd, OwnerBook, SwarmDispatcher
 from .links import DeviceLink
 from .pace import MIN_FAILOVER_S
 from .proving import Prover
-from .relays import Relays
+from .relays import LONGEST_PAUSE_S, Relays
 from .reporting import Reporter
 from .roster import Replica, Roster
 from .weighting import WeightedDispatcher, cuts_a_layer
@@ -69,9 +69,6 @@ PATHS: Final = PathConfig(relay_timeout_s=5.0)
 
 MOVES_PER_S: Final = 500
 """How many sessions at most begin to leave a draining relay in one second."""
-
-LONGEST_PAUSE_S: Final = 16.0
-"""Bound of the pause before the market is asked again."""
 
 FORGET_S: Final = 3600.0
 """What is known of a device's speed, health and chain is kept so long after its last claim ended."""

@@ -25,7 +25,7 @@ Knows matrices, formulas and this machine's compiler. Knows no plans, windows or
 
 from __future__ import annotations
 
-from .cpu import ROW_KINDS, CpuKernel, load, loaded, open_kernel
-from .packing import PackedMatrix
+from .cpu import CpuKernel, load, loaded, open_kernel
+from .packing import ROW_KINDS, PackedMatrix
 
 __all__ = ["ROW_KINDS", "CpuKernel", "PackedMatrix", "load", "loaded", "open_kernel"]

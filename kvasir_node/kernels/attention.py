@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from .cpu import _noise, load
-from .native import KINDS, Isa, Library
+from .native import Isa, Library
+from .packing import ROW_KINDS
 
 log = structlog.get_logger("node")
 
@@ -31,8 +32,6 @@ SELF_CHECK: Final = "700f4494ca37e488f181dc0e9dcf51738e484cbfd8e7c87452c5b9b8d7e
 
 SPAN_FIELDS: Final = 5
 """64-bit fields of a span: see `Attention.run`."""
-
-_KINDS: Final = {torch.float32: KINDS["fp32"], torch.bfloat16: KINDS["bf16"]}
 
 
 class _Header(ctypes.Structure):
@@ -74,7 +73,7 @@ class Attention:
         Rows from `rows` on are padding. None where the C core does not cover it: another dtype than fp32
         and bf16, a dim that is no multiple of 8, or elements of a head that do not lie side by side.
         """
-        kind, heads, key_heads = _KINDS.get(query.dtype), query.shape[1], key.shape[1]
+        kind, heads, key_heads = ROW_KINDS.get(query.dtype), query.shape[1], key.shape[1]
         alike = query.dtype == key.dtype == value.dtype and query.shape[0] == 1 and heads % key_heads == 0
         plain = query.stride(3) == key.stride(3) == value.stride(3) == 1
         dim, value_dim = query.shape[3], value.shape[3]
@@ -157,7 +156,7 @@ def _digest(attention: Attention) -> str:
     """SHA-256 of the attention of made-up rows: several blocks, groups and row counts, in fp32 and bf16."""
     digest = hashlib.sha256()
     for heads, key_heads, dim, value_dim in ((7, 1, 24, 8), (4, 2, 64, 64), (3, 3, 8, 40)):
-        for dtype in _KINDS:
+        for dtype in ROW_KINDS:
             rows, start, capacity = 6, 126, 140
             shapes = ((heads, dim), (key_heads, dim), (key_heads, value_dim))
             query, key, value = (

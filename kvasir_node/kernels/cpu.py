@@ -34,9 +34,9 @@ from ..formulas import apply_formula, has_gate
 from ..numerics import DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 from ..recipes import ExpertTensors
 from .build import BUILD_TIMEOUT_S, BuildError, build, cache_folder, find_compiler, usable
-from .dense import DENSE_KINDS, DenseProduct, RowNorm, combine, rope
-from .native import KINDS, ExpertHeader, Isa, Library
-from .packing import PackedMatrix
+from .dense import DenseProduct, RowNorm, combine, rope
+from .native import ExpertHeader, Isa, Library
+from .packing import ROW_KINDS, PackedMatrix
 
 log = structlog.get_logger("node")
 
@@ -48,9 +48,6 @@ ACTIVATIONS: Final = {"stored": "none", "bf16": "none", "int8": "int16", "int4":
 
 GROUP_ROWS: Final = 64
 """Rows of one expert that the C core takes at once (csrc/kvasir.h, ROWS)."""
-
-ROW_KINDS: Final = {torch.float32: KINDS["fp32"], torch.bfloat16: KINDS["bf16"]}
-"""Dtypes of rows that `CpuKernel.run_rows` reads and writes -> their kind in the C core."""
 
 SELF_CHECK: Final = "37e8e35d867176452ca715bfd140cb4c0e49b0f2641f12fde18b45aeb9ad7f50"
 """SHA-256 of what `_digest` computes: the same bits on every machine, instruction set and compiler."""
@@ -354,7 +351,7 @@ def _digest(kernel: CpuKernel) -> str:
             rows = _noise((15, width), 4)
             for result in (kernel.linear(rows, gate), kernel.ffn(rows, gate, up, down)):
                 digest.update(result.numpy().tobytes())
-        for dtype in DENSE_KINDS:
+        for dtype in ROW_KINDS:
             for result in _dense_results(kernel, dtype, out, width):
                 digest.update(result.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

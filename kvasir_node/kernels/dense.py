@@ -9,20 +9,17 @@ Knows matrices and rows. Knows no models and no experts.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..numerics import DenseMatrix
-from .native import KINDS, MatrixHeader
-from .packing import PackedMatrix
+from .native import MatrixHeader
+from .packing import ROW_KINDS, PackedMatrix
 
 if TYPE_CHECKING:
     from .cpu import CpuKernel
-
-DENSE_KINDS: Final = {torch.float32: KINDS["fp32"], torch.bfloat16: KINDS["bf16"]}
-"""Dtypes that all of this works in -> their kind in the C core."""
 
 
 class DenseHeader(ctypes.Structure):
@@ -57,7 +54,7 @@ class DenseProduct:
     """
 
     def __init__(self, kernel: CpuKernel, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.dtype not in DENSE_KINDS:
+        if weight.dtype not in ROW_KINDS:
             raise ValueError(f"a matrix of {weight.dtype}, wanted fp32 or bf16")
         kept = weight.to(torch.bfloat16) if _is_bf16(weight) else weight
         matrix = PackedMatrix.pack(kernel.library, DenseMatrix(kept))
@@ -70,7 +67,7 @@ class DenseProduct:
             matrix.header,
             None if self._bias is None else self._bias.data_ptr(),
             kernel.isa.number,
-            DENSE_KINDS[weight.dtype],
+            ROW_KINDS[weight.dtype],
         )
         self.address = ctypes.addressof(self._header)
 
@@ -96,13 +93,13 @@ class RowNorm:
     """
 
     def __init__(self, kernel: CpuKernel, weight: Tensor, epsilon: float) -> None:
-        if weight.dtype not in DENSE_KINDS:
+        if weight.dtype not in ROW_KINDS:
             raise ValueError(f"a norm of {weight.dtype}, wanted fp32 or bf16")
         self.dtype = weight.dtype
         self._weight = weight.to(torch.float32).contiguous().clone()
         self._library = kernel.library
         self._header = NormHeader(
-            self._weight.data_ptr(), DENSE_KINDS[weight.dtype], weight.numel(), epsilon, kernel.isa.number
+            self._weight.data_ptr(), ROW_KINDS[weight.dtype], weight.numel(), epsilon, kernel.isa.number
         )
         self.address = ctypes.addressof(self._header)
 
@@ -122,7 +119,7 @@ def combine(kernel: CpuKernel, outputs: Tensor, weights: Tensor, out: Tensor) ->
     """
     count, k, width = outputs.shape
     kernel.library.combine(
-        kernel.isa.number, DENSE_KINDS[out.dtype], outputs.data_ptr(), weights.data_ptr(), count, k, width,
+        kernel.isa.number, ROW_KINDS[out.dtype], outputs.data_ptr(), weights.data_ptr(), count, k, width,
         out.data_ptr(),
     )  # fmt: skip
 
@@ -135,7 +132,7 @@ def rope(kernel: CpuKernel, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tens
     n, count, width = heads.shape
     out = torch.empty_like(heads)
     kernel.library.rope(
-        kernel.isa.number, DENSE_KINDS[heads.dtype], heads.data_ptr(), width, count * width, n, count, width,
+        kernel.isa.number, ROW_KINDS[heads.dtype], heads.data_ptr(), width, count * width, n, count, width,
         cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], out.data_ptr(),
     )  # fmt: skip
     return out

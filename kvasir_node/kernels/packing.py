@@ -27,6 +27,9 @@ from .native import KINDS, PANEL, Library, MatrixHeader
 _DENSE: Final = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _DENSE_DTYPES: Final = {kind: dtype for dtype, kind in _DENSE.items()}
 
+ROW_KINDS: Final = {dtype: KINDS[kind] for dtype, kind in _DENSE.items()}
+"""Dtypes of rows that the C core reads and writes -> their kind in it."""
+
 
 def kind_of(matrix: Matrix) -> str | None:
     """The kind (see `native.KINDS`) that `matrix` packs to, or None where the C core has none for it."""

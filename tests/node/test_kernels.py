@@ -25,7 +25,7 @@ from kvasir_node.ffn import TORCH
 from kvasir_node.kernels import ROW_KINDS, CpuKernel, PackedMatrix, load, open_kernel
 from kvasir_node.kernels.build import build, cache_folder, find_compiler, usable
 from kvasir_node.kernels.cpu import _digest
-from kvasir_node.kernels.dense import DENSE_KINDS, DenseProduct, RowNorm, combine, rope
+from kvasir_node.kernels.dense import DenseProduct, RowNorm, combine, rope
 from kvasir_node.kernels.native import Library
 from kvasir_node.kernels.operators import operators
 from kvasir_node.numerics import DenseMatrix, Matrix, quantise_int4, quantise_int8, to_fp32
@@ -519,7 +519,7 @@ def dense_shape(
     return product, rows
 
 
-@pytest.mark.parametrize("dtype", DENSE_KINDS)
+@pytest.mark.parametrize("dtype", ROW_KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_models_own_products_are_the_same_bits_everywhere(
     kernels: list[CpuKernel], dtype: torch.dtype, shape: tuple[int, int]
@@ -533,7 +533,7 @@ def test_a_models_own_products_are_the_same_bits_everywhere(
         assert torch.equal(dense_shape(kernel, dtype, shape)[0](rows), whole)
 
 
-@pytest.mark.parametrize("dtype", DENSE_KINDS)
+@pytest.mark.parametrize("dtype", ROW_KINDS)
 @pytest.mark.parametrize("width", [1, 31, 64, 203])
 def test_norms_and_sums_agree_with_torchs_everywhere(
     kernels: list[CpuKernel], dtype: torch.dtype, width: int
@@ -567,7 +567,7 @@ def test_fp32_weights_of_a_bf16_checkpoint_take_half_the_memory(
     assert product.weight().dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", DENSE_KINDS)
+@pytest.mark.parametrize("dtype", ROW_KINDS)
 @pytest.mark.parametrize("turned", [4, 6, 10])
 def test_turns_are_transformers_own_bits(kernels: list[CpuKernel], dtype: torch.dtype, turned: int) -> None:
     heads, cosine, sine = (
@@ -605,7 +605,7 @@ def test_rows_that_do_not_fit_a_product_are_refused(kernels: list[CpuKernel]) ->
         RowNorm(kernels[0], noise(8).half(), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", DENSE_KINDS)
+@pytest.mark.parametrize("dtype", ROW_KINDS)
 def test_operators_take_rows_of_any_shape_and_leave_padding_out(dtype: torch.dtype) -> None:
     found = operators()
     assert found is not None

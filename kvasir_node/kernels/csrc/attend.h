@@ -182,7 +182,7 @@ KV_TARGET KV_TILE void KV(head)(const int kind, const kv_attention *a, const kv_
             if (kind == KV_F32)
                 memcpy(out + at * 4, total, (size_t)value_dim * 4);
             else
-                for (ptrdiff_t d = 0; d < value_dim; d++) ((uint16_t *)out)[at + d] = kv_to_bf16(total[d]);
+                for (ptrdiff_t d = 0; d < value_dim; d++) ((uint16_t *)out)[at + d] = (uint16_t)kv_to_bf16(total[d]);
         }
     }
 }

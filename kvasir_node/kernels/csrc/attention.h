@@ -53,13 +53,6 @@ KV_INLINE float kv_item(int kind, const uint8_t *from, ptrdiff_t at)
     return kind == KV_F32 ? ((const float *)from)[at] : kv_bits_to_float((uint32_t)((const uint16_t *)from)[at] << 16);
 }
 
-KV_INLINE uint16_t kv_to_bf16(float value)
-{
-    uint32_t bits = kv_float_to_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
 /* How many positions of the block from `at` query `i` sees. */
 KV_INLINE int kv_seen(const kv_few *few, int i, int at) { return kv_min(SPAN, few->start + i / few->group + 1 - at); }
 
@@ -68,21 +61,10 @@ KV_INLINE float kv_tree(const float *lane)
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
-/* exp of v <= 0, zero below -80, within 1e-7 of its value: as in silu_mul. */
+/* exp of v <= 0, zero below -80, within 1e-7 of its value. */
 KV_INLINE float kv_exp(float v)
 {
-    float shifted = v * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits */
-    float whole = shifted - 12582912.0f;
-    float rest = fmaf(whole, -0.693359375f, v);
-    rest = fmaf(whole, 2.12194440e-4f, rest);
-    float e = 1.9875691500e-4f;
-    e = fmaf(e, rest, 1.3981999507e-3f);
-    e = fmaf(e, rest, 8.3334519073e-3f);
-    e = fmaf(e, rest, 4.1665795894e-2f);
-    e = fmaf(e, rest, 1.6666665459e-1f);
-    e = fmaf(e, rest, 5.0000001201e-1f);
-    e = fmaf(e, rest * rest, rest) + 1.0f;
-    e = e * kv_bits_to_float((kv_float_to_bits(shifted) << 23) + 0x3f800000u);
+    float e = kv_exp_within(v);
     return kv_bits_to_float(kv_float_to_bits(e) & ((uint32_t)(v < -80.0f) - 1u)); /* as a choice GCC would branch */
 }
 

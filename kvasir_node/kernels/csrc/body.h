@@ -93,27 +93,14 @@ KV_TARGET static void KV(linear)(const kv_matrix *m, const kv_rows *rows, int n,
     }
 }
 
-/* gate = gate / (1 + exp(-gate)) * up, with exp as in Cephes (expf.c): Cody-Waite reduction, degree 6, about 1 ulp. */
+/* gate = gate / (1 + exp(-gate)) * up. */
 KV_TARGET static void KV(silu_mul)(float *gate, const float *up, ptrdiff_t n)
 {
     for (ptrdiff_t i = 0; i < n; i++) {
         float g = gate[i], v = -g;
         v = v > 88.0f ? 88.0f : v;
         v = v < -87.0f ? -87.0f : v;
-        float shifted = v * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits */
-        float whole = shifted - 12582912.0f;
-        float rest = fmaf(whole, -0.693359375f, v);
-        rest = fmaf(whole, 2.12194440e-4f, rest);
-        float e = 1.9875691500e-4f;
-        e = fmaf(e, rest, 1.3981999507e-3f);
-        e = fmaf(e, rest, 8.3334519073e-3f);
-        e = fmaf(e, rest, 4.1665795894e-2f);
-        e = fmaf(e, rest, 1.6666665459e-1f);
-        e = fmaf(e, rest, 5.0000001201e-1f);
-        e = fmaf(e, rest * rest, rest) + 1.0f;
-        uint32_t power = (kv_float_to_bits(shifted) << 23) + 0x3f800000u;
-        e = e * kv_bits_to_float(power);
-        gate[i] = g / (1.0f + e) * up[i];
+        gate[i] = g / (1.0f + kv_exp_within(v)) * up[i];
     }
 }
 
@@ -123,16 +110,9 @@ KV_TARGET static void KV(widen)(const uint16_t *from, ptrdiff_t n, float *to)
     for (ptrdiff_t i = 0; i < n; i++) to[i] = kv_bits_to_float((uint32_t)from[i] << 16);
 }
 
-/* The bf16 nearest to a float, half to even; NaN becomes the quiet one. */
-KV_TARGET KV_INLINE uint32_t KV(rounded)(float value)
-{
-    uint32_t bits = kv_float_to_bits(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded;
-}
-
 KV_TARGET static void KV(narrow)(const float *from, ptrdiff_t n, uint16_t *to)
 {
-    for (ptrdiff_t i = 0; i < n; i++) to[i] = (uint16_t)KV(rounded)(from[i]);
+    for (ptrdiff_t i = 0; i < n; i++) to[i] = (uint16_t)kv_to_bf16(from[i]);
 }
 
 /* The sum of squares of a row of fp32 or bf16, in 32 parts; infinite or NaN where an element is. */
@@ -193,8 +173,8 @@ KV_TARGET static void KV(norm)(int kind, const void *x, const float *weight, flo
     const uint16_t *from = (const uint16_t *)x;
     uint16_t *to = (uint16_t *)y;
     for (ptrdiff_t i = 0; i < width; i++) {
-        float v = kv_bits_to_float(KV(rounded)(kv_bits_to_float((uint32_t)from[i] << 16) * scale) << 16);
-        to[i] = (uint16_t)KV(rounded)(v * weight[i]);
+        float v = kv_bits_to_float(kv_to_bf16(kv_bits_to_float((uint32_t)from[i] << 16) * scale) << 16);
+        to[i] = (uint16_t)kv_to_bf16(v * weight[i]);
     }
 }
 
@@ -243,9 +223,9 @@ KV_TARGET static void KV(turn)(int kind, const void *x, const void *cosine, cons
 #define WIDE_OF(bits) kv_bits_to_float((uint32_t)(bits) << 16)
     for (ptrdiff_t i = 0; i < turned; i++) {
         float other = i < half ? -WIDE_OF(v[i + half]) : WIDE_OF(v[i - half]);
-        float a = WIDE_OF(KV(rounded)(WIDE_OF(v[i]) * WIDE_OF(c[i])));
-        float b = WIDE_OF(KV(rounded)(other * WIDE_OF(s[i])));
-        to[i] = (uint16_t)KV(rounded)(a + b);
+        float a = WIDE_OF(kv_to_bf16(WIDE_OF(v[i]) * WIDE_OF(c[i])));
+        float b = WIDE_OF(kv_to_bf16(other * WIDE_OF(s[i])));
+        to[i] = (uint16_t)kv_to_bf16(a + b);
     }
 #undef WIDE_OF
 }

@@ -102,6 +102,30 @@ KV_INLINE uint32_t kv_float_to_bits(float value)
     return bits;
 }
 
+/* The bf16 nearest to a float, half to even; NaN becomes the quiet one. */
+KV_INLINE uint32_t kv_to_bf16(float value)
+{
+    uint32_t bits = kv_float_to_bits(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded;
+}
+
+/* exp of v from -87 to 88, as in Cephes (expf.c): Cody-Waite reduction, degree 6, about 1 ulp. */
+KV_INLINE float kv_exp_within(float v)
+{
+    float shifted = v * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits */
+    float whole = shifted - 12582912.0f;
+    float rest = fmaf(whole, -0.693359375f, v);
+    rest = fmaf(whole, 2.12194440e-4f, rest);
+    float e = 1.9875691500e-4f;
+    e = fmaf(e, rest, 1.3981999507e-3f);
+    e = fmaf(e, rest, 8.3334519073e-3f);
+    e = fmaf(e, rest, 4.1665795894e-2f);
+    e = fmaf(e, rest, 1.6666665459e-1f);
+    e = fmaf(e, rest, 5.0000001201e-1f);
+    e = fmaf(e, rest * rest, rest) + 1.0f;
+    return e * kv_bits_to_float((kv_float_to_bits(shifted) << 23) + 0x3f800000u);
+}
+
 KV_INLINE int32_t kv_load32(const void *from)
 {
     int32_t value;
