@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from market.messages import DeclinedMove, Heartbeat, LeaseBeat, LeaseStatus, MoveOffer, Offer
+from market.messages import MAX_REASON, DeclinedMove, Heartbeat, LeaseBeat, LeaseStatus, MoveOffer, Offer
 from market.windows import Window
 from market.wire import MoveId
 from relay.errors import KvasirError, Refused, Unreachable
@@ -33,9 +33,6 @@ log = structlog.get_logger("node")
 
 RELEASE_S: Final = 5.0
 """How long the market has to take a release or a drain."""
-
-MAX_REASON: Final = 500
-"""Characters of what the market is told."""
 
 SIGN_IN: Final = frozenset({"forbidden", "expired"})
 """The market's codes for a device whose grant it does not know, or no more."""

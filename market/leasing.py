@@ -49,7 +49,6 @@ from .wire import LeaseId
 
 log = structlog.get_logger("market")
 
-MAX_REASON: Final = 500
 MAX_QUARANTINE_S: Final = 10 * 365 * 86_400.0
 """A quarantine without end lasts so long."""
 
@@ -476,7 +475,7 @@ def drain(
     if row.state == "DRAINING":
         return _status(row, session.now)
     _still(session, row)
-    _step(session, desk, row, "DRAINING", reason=request.reason[:MAX_REASON])
+    _step(session, desk, row, "DRAINING", reason=request.reason[: m.MAX_REASON])
     return _status(_one(session, lease), session.now)
 
 
@@ -636,12 +635,12 @@ def _step(session: Session, desk: Desk, row: Any, state: m.LeaseState, **values:
 def _end(session: Session, row: Any, reason: str, *, outcome: str) -> None:
     """End a lease, free its slot, put a lost replica on record, and tell the watchers."""
     revision = _next_revision(session, row.plan)
-    values = {"state": "ENDED", "reason": reason[:MAX_REASON], "ended_at": session.now, "deadline": None}
+    values = {"state": "ENDED", "reason": reason[: m.MAX_REASON], "ended_at": session.now, "deadline": None}
     session.run(update(t.leases).where(t.leases.c.lease == row.lease).values(revision=revision, **values))
     session.run(update(t.slots).where(t.slots.c.lease == row.lease).values(lease=None))
     if row.state == "PROVEN" and outcome in ("expired", "revoked"):
         note_losses(session, row.plan, lost=1, proven=0)
-    _log("claim.ended", row.device, row.name, row.lease, row.epoch, outcome, reason=reason[:MAX_REASON])
+    _log("claim.ended", row.device, row.name, row.lease, row.epoch, outcome, reason=reason[: m.MAX_REASON])
 
 
 def _end_older_starts(session: Session, device: Device, generation: int, *, keep: tuple[bytes, ...]) -> None:

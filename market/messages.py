@@ -29,6 +29,9 @@ MoveState = Literal["offered", "taken", "moved", "declined", "ignored", "overtak
 declined: the device said no. ignored: it did not answer. overtaken: the move is no longer needed, or its
 lease is over. failed: the new window was not proven; what the device held before it may have kept or not."""
 
+MAX_REASON: Final = 500
+"""Characters of a reason that are kept."""
+
 CREDIT_BYTES: Final = 1_000_000
 """One credit is a million carried bytes."""
 

@@ -46,7 +46,6 @@ log = structlog.get_logger("market")
 LOCK: Final = "moves"
 """The row of `meta` that whoever counts moves holds."""
 
-MAX_REASON: Final = 500
 MAX_DECLINED: Final = 16
 SHOWN_S: Final = 3600.0
 MAX_SHOWN: Final = 100
@@ -116,7 +115,7 @@ def _offer(session: Session, rules: MoveRules, move: Move) -> None:
             precision=offer.precision,
             kept_bytes=offer.kept_bytes,
             download_bytes=offer.download_bytes,
-            reason=offer.reason[:MAX_REASON],
+            reason=offer.reason[: m.MAX_REASON],
             state="offered",
             offered_at=session.now,
             until=session.now + rules.offer_s,
@@ -172,7 +171,7 @@ def _end(session: Session, row: Any, state: m.MoveState, reason: str) -> bool:
     """End a move that is still as `row` says; whether it was."""
     here = (t.moves.c.id == row.id) & (t.moves.c.state == row.state)
     # Devices write some of these reasons, and people read them on terminals.
-    reason = "".join(letter if letter.isprintable() else "?" for letter in reason[:MAX_REASON])
+    reason = "".join(letter if letter.isprintable() else "?" for letter in reason[: m.MAX_REASON])
     values = {"state": state, "reason": reason, "ended_at": session.now}
     if not session.run(update(t.moves).where(here).values(**values)):
         return False
